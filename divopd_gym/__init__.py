@@ -1,0 +1,1 @@
+"""Text environments as true Gymnasium environments; importing this registers their ids."""
