@@ -1,0 +1,128 @@
+"""What the explorer plays with: student, teacher, codec, and a second student for evaluations.
+
+`build_engines` follows `ExplorerConfig.engine`: the local transformers engines, or any importable factory.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from divopd_gym.errors import ConfigError
+
+from .config import ExplorerConfig
+
+__all__ = ["Engines", "build_engines", "import_factory"]
+
+
+@dataclass
+class Engines:
+    """What a factory returns.
+
+    Attributes:
+        student: A `StudentEngine`.
+        teacher: A `TeacherEngine`, or None.
+        codec: A `ChatCodec` of the student's tokenizer.
+        make_eval_student: Builds another `StudentEngine` that only evaluations use, called off the event loop at
+            the first one; its weights are loaded before each. None: evaluations are refused.
+        teacher_vocabulary: bool [V], the student's token ids that mean the same to the teacher; None = all.
+        info: What to report at the start.
+    """
+
+    student: Any
+    codec: Any
+    teacher: Any = None
+    make_eval_student: Callable[[], Any] | None = None
+    teacher_vocabulary: np.ndarray | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+def import_factory(name: str, field: str) -> Callable[..., Any]:
+    """The function that "module:function" names.
+
+    Args:
+        name: The name.
+        field: The setting it comes from, for the message.
+
+    Raises:
+        ConfigError: There is no such module or function.
+    """
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{field} is {name!r}, which cannot be imported ({error}); expected 'module:function' on the Python path."
+        ) from error
+
+
+def build_engines(config: ExplorerConfig) -> Engines:
+    """Load what the config names; blocks while models load."""
+    if config.engine != "local":
+        return import_factory(config.engine, "engine")(config)
+    return _local_engines(config)
+
+
+def _local_engines(config: ExplorerConfig) -> Engines:
+    from transformers import AutoTokenizer
+
+    from ..chat import ChatCodec
+    from ..engines.local import LocalStudent, LocalTeacher
+
+    options = {
+        "max_model_len": config.max_model_len,
+        "num_threads": config.threads,
+        "max_slots": max(2, min(config.max_concurrent, config.workers)),
+        "request_timeout_s": config.episode_timeout_s,
+        **config.engine_kwargs,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or config.student)
+    codec = ChatCodec(tokenizer)
+    options.setdefault("stop_ids", codec.end_of_turn_ids)
+    student = LocalStudent(config.student, policy_version=config.policy_version, **options)
+    teacher, vocabulary = None, None
+    if config.teacher:
+        teacher = LocalTeacher(
+            config.teacher, temperature=config.temperature, **_teacher_options(options, config)
+        )
+        vocabulary = _shared_vocabulary(config, tokenizer)
+
+    def make_eval_student() -> Any:
+        return LocalStudent(config.student, policy_version=config.policy_version, **options)
+
+    info = {
+        "student_parameters": sum(p.numel() for p in student.model.parameters()),
+        "teacher_parameters": sum(p.numel() for p in teacher.model.parameters()) if teacher else 0,
+        "max_model_len": student.max_model_len,
+        "masked_token_ids": 0 if vocabulary is None else int((~vocabulary).sum()),
+    }
+    return Engines(student, codec, teacher, make_eval_student, vocabulary, info)
+
+
+def _teacher_options(options: dict[str, Any], config: ExplorerConfig) -> dict[str, Any]:
+    """A shorter teacher context than the student's is no error: what lies beyond it stays unscored."""
+    from transformers import AutoConfig
+
+    allowed = getattr(AutoConfig.from_pretrained(config.teacher), "max_position_embeddings", None)
+    wanted = options["max_model_len"]
+    return {**options, "max_model_len": min(wanted, allowed) if wanted and allowed else wanted}
+
+
+def _shared_vocabulary(config: ExplorerConfig, tokenizer: Any) -> np.ndarray | None:
+    from transformers import AutoTokenizer
+
+    from ..compat import compare_tokenizers
+
+    try:
+        teachers = AutoTokenizer.from_pretrained(config.teacher)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The teacher {config.teacher!r} has no readable tokenizer ({error}); expected one beside the model, to "
+            "compare it with the student's. Save the tokenizer into the teacher's directory."
+        ) from error
+    report = compare_tokenizers(tokenizer, teachers)
+    return report.shared_ids

@@ -1,0 +1,440 @@
+"""One episode: student and environment in turn, then the teacher's scores, as a `Rollout`.
+
+In *accumulate* history the episode is one token sequence that only grows; in *window(n)* history every turn is a
+sequence of its own. Running out of context, a reply that does not parse and missing teacher scores are normal
+outcomes; an engine or environment that fails ends this one episode with `EpisodeFailure`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import numpy as np
+
+from divopd_gym.errors import ConfigError, DivOPDError
+
+from ..controller import Controller, StudentOnly
+from ..engines.base import GenerateRequest, Generation, TokenScores
+from ..turns import Actor, Rollout, Segment, StopReason, Turn, make_turn, score_turn
+
+__all__ = ["EpisodeFailure", "EpisodeLimits", "history_window", "renumber", "run_episode", "score_rollout"]
+
+T = TypeVar("T")
+
+
+class EpisodeFailure(DivOPDError, RuntimeError):
+    """An episode ended without a result: its environment or an engine failed, or it took too long."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Where an episode ends.
+
+    Checked in this order. After a turn: the environment's end (terminated, then truncated). Before a turn:
+    `max_turns` ("turn_limit"), then `max_model_len` ("context_overflow"). Both of these keep the turns played.
+    `episode_timeout_s` is for faults: it fails the episode.
+
+    Attributes:
+        max_turns: Actions sent to the environment, the teacher's included.
+        max_tokens: Tokens a response; fewer when the context has less room.
+        max_model_len: Tokens of prompt and response together; None = what the engine can.
+        episode_timeout_s: Seconds for all of it, scoring included.
+    """
+
+    max_turns: int = 30
+    max_tokens: int = 512
+    max_model_len: int | None = None
+    episode_timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_turns", 1), ("max_tokens", 1), ("max_model_len", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; expected at least {least}.")
+        if self.episode_timeout_s <= 0:
+            raise ConfigError(f"episode_timeout_s is {self.episode_timeout_s}; expected more than 0 seconds.")
+
+
+def history_window(history: str) -> int | None:
+    """None for "accumulate", n for "window:n".
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if history == "accumulate":
+        return None
+    kind, _, n = history.partition(":")
+    if kind == "window" and n.isdecimal():
+        return int(n)
+    raise ConfigError(
+        f"Unknown history {history!r}; expected 'accumulate' or 'window:n', such as 'window:2'."
+    )
+
+
+async def run_episode(
+    *,
+    rollout_id: int,
+    task: str | None,
+    attempt: int = 0,
+    env: Any,
+    student: Any,
+    teacher: Any = None,
+    codec: Any,
+    prompt: Any,
+    history: str = "accumulate",
+    limits: EpisodeLimits | None = None,
+    controller: Controller | None = None,
+    temperature: float = 1.0,
+    run_seed: int = 0,
+    greedy: bool = False,
+    score: bool = True,
+    update: int = 0,
+    evaluating: bool = False,
+    horizon: Callable[[int], int] | None = None,
+    teacher_vocabulary: np.ndarray | None = None,
+    topk: int = 0,
+) -> Rollout:
+    """Play one episode and score it.
+
+    Args:
+        rollout_id: Number of the rollout; also names the engines' caches.
+        task: Task id; None lets the environment choose by the seed.
+        attempt: Which try at this task it is; fixes the seeds together with `run_seed` and the task.
+        env: An `EnvHandle`.
+        student: A `StudentEngine`.
+        teacher: A `TeacherEngine`, or None: the turns stay unscored and may not train.
+        codec: A `ChatCodec`.
+        prompt: A `PromptStyle`.
+        history: "accumulate" or "window:n".
+        limits: See `EpisodeLimits`.
+        controller: Who acts; the student alone by default.
+        temperature: Of sampling, student and teacher.
+        run_seed: Seed of the run.
+        greedy: Take the most likely token.
+        score: Whether the teacher scores the episode.
+        update: Updates the learner has completed.
+        evaluating: The student plays alone whatever the controller says.
+        horizon: Gives the turns that this rollout may take, from `update`; `limits.max_turns` bounds it.
+        teacher_vocabulary: bool [V], token ids that mean the same to the teacher; None = all.
+        topk: Teacher candidates a token to keep.
+
+    Raises:
+        EpisodeFailure: The environment or an engine failed, or the time was up; the message holds the first cause.
+    """
+    limits = limits or EpisodeLimits()
+    episode = _Episode(
+        rollout_id=rollout_id,
+        task=task,
+        attempt=attempt,
+        env=env,
+        student=student,
+        teacher=teacher,
+        codec=codec,
+        prompt=prompt,
+        window=history_window(history),
+        limits=limits,
+        temperature=temperature,
+        run_seed=run_seed,
+        greedy=greedy,
+    )
+    setting = controller or StudentOnly()
+    max_turns = limits.max_turns if horizon is None else max(1, min(horizon(update), limits.max_turns))
+    try:
+        rollout = await episode.play(setting, max_turns, update, evaluating)
+        if score and teacher is not None:
+            await score_rollout(
+                rollout,
+                teacher,
+                teacher_vocabulary=teacher_vocabulary,
+                topk=topk,
+                timeout_s=episode.time_left(),
+            )
+        return rollout
+    except EpisodeFailure:
+        raise
+    except Exception as error:
+        raise EpisodeFailure(
+            f"Episode of task {task!r} (attempt {attempt}) failed: {_cause(error)}"
+        ) from error
+    finally:
+        for engine in (student, teacher):
+            forget = getattr(engine, "forget", None)
+            if forget is not None:
+                forget(episode.cache_key)
+
+
+async def score_rollout(
+    rollout: Rollout,
+    teacher: Any,
+    *,
+    teacher_vocabulary: np.ndarray | None = None,
+    topk: int = 0,
+    timeout_s: float = 300.0,
+) -> None:
+    """Have the teacher score every student turn, one call a segment, and judge the turns again, in place.
+
+    A token without a finite score, or that means something else to the teacher, is masked.
+
+    Args:
+        rollout: Its turns are replaced by scored ones.
+        teacher: A `TeacherEngine`.
+        teacher_vocabulary: bool [V], see `run_episode`.
+        topk: Candidates a token to keep.
+        timeout_s: Seconds for all of it.
+
+    Raises:
+        EpisodeFailure: The teacher failed or took too long.
+    """
+    begun = time.monotonic()
+    by_segment: dict[int, list[int]] = {}
+    for place, turn in enumerate(rollout.turns):
+        if turn.actor == Actor.STUDENT.value and turn.n_tokens:
+            by_segment.setdefault(id(turn.segment), []).append(place)
+
+    async def score_segment(places: list[int]) -> None:
+        turns = [rollout.turns[place] for place in places]
+        spans = [(turn.start, turn.end) for turn in turns]
+        ids = turns[0].segment.token_ids[: spans[-1][1]]
+        scores = await (teacher.score(ids, spans, topk) if topk else teacher.score(ids, spans))
+        for place, turn, found in zip(places, turns, scores):
+            rollout.turns[place] = _scored(turn, found, teacher_vocabulary)
+
+    try:
+        await asyncio.wait_for(asyncio.gather(*map(score_segment, by_segment.values())), timeout_s)
+    except asyncio.TimeoutError:
+        raise EpisodeFailure(
+            f"The teacher did not score rollout {rollout.rollout_id} of task {rollout.task!r} within "
+            f"{timeout_s:.0f} s; raise episode_timeout_s, or check that the teacher is alive."
+        ) from None
+    except Exception as error:
+        raise EpisodeFailure(
+            f"Scoring task {rollout.task!r} (attempt {rollout.attempt}) failed: {_cause(error)}"
+        ) from error
+    rollout.timings["score_s"] = rollout.timings.get("score_s", 0.0) + time.monotonic() - begun
+
+
+def renumber(rollout: Rollout, rollout_id: int) -> Rollout:
+    """Give a finished rollout another number, in place: episodes are numbered in the order in which they end."""
+    rollout.rollout_id = rollout_id
+    for segment in rollout.segments:
+        segment.rollout_id = rollout_id
+    rollout.turns = [dataclasses.replace(turn, rollout_id=rollout_id) for turn in rollout.turns]
+    return rollout
+
+
+class _Episode:
+    """The state of one episode while it is played."""
+
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update(given)
+        self.cache_key = ("episode", self.rollout_id)
+        self.begun = time.monotonic()
+        self.segment = Segment(self.rollout_id, 0)
+        self.last_response: np.ndarray | None = None
+        self.past: list[tuple[str, str]] = []
+        self.turns: list[Turn] = []
+        self.timings = {"reset_s": 0.0, "env_s": 0.0, "student_s": 0.0, "teacher_s": 0.0}
+
+    def time_left(self) -> float:
+        return max(0.0, self.begun + self.limits.episode_timeout_s - time.monotonic())
+
+    async def timed(self, what: str, timing: str, call: Awaitable[T]) -> T:
+        """Await within the episode's deadline."""
+        begun = time.monotonic()
+        try:
+            return await asyncio.wait_for(call, self.time_left())
+        except asyncio.TimeoutError:
+            raise EpisodeFailure(
+                f"Episode of task {self.task!r} (attempt {self.attempt}) was still waiting for {what} in turn "
+                f"{len(self.turns)} after {self.limits.episode_timeout_s:.0f} s; raise episode_timeout_s, or find "
+                "what hangs."
+            ) from None
+        finally:
+            self.timings[timing] += time.monotonic() - begun
+
+    async def play(self, setting: Controller, max_turns: int, update: int, evaluating: bool) -> Rollout:
+        seed = _seed("episode", self.run_seed, self.task, self.attempt, bits=31)
+        observation, info = await self.timed(
+            "the reset", "reset_s", self.env.reset(task=self.task, seed=seed)
+        )
+        task = self.task if self.task is not None else str(info["task"])
+        controls = setting.begin(
+            run_seed=self.run_seed, task=task, attempt=self.attempt, update=update, evaluating=evaluating
+        )
+        reward, terminated, truncated, done_reason = 0.0, False, False, None
+        while True:
+            turn = len(self.turns)
+            if turn >= max_turns:
+                truncated, done_reason = True, "turn_limit"
+                break
+            actor = Actor.STUDENT.value if evaluating else controls.actor(turn)
+            answer = await self.respond(turn, actor, observation, info, task)
+            if answer is None:
+                truncated, done_reason = True, "context_overflow"
+                break
+            parsed, before, seen = answer, info, observation
+            observation, gained, terminated, truncated, info = await self.timed(
+                "the environment", "env_s", self.env.step(parsed.action)
+            )
+            valid = parsed.valid and bool(info.get("valid_action", True))
+            if not valid:
+                self.turns[-1] = _with_action_invalid(self.turns[-1])
+            reward += float(gained)
+            self.past.append((seen, parsed.action))
+            controls.observe(
+                action=parsed.action,
+                valid=valid,
+                observation_before=seen,
+                observation_after=observation,
+                admissible_before=before.get("admissible_actions"),
+                admissible_after=info.get("admissible_actions"),
+            )
+            if terminated or truncated:
+                done_reason = _reason(info, terminated)
+                break
+        versions = [t.policy_version for t in self.turns if t.actor == Actor.STUDENT.value]
+        return Rollout(
+            rollout_id=self.rollout_id,
+            task=task,
+            attempt=self.attempt,
+            turns=self.turns,
+            success=bool(info.get("success", False)),
+            done=bool(terminated),
+            score=float(info.get("score", 0.0)),
+            reward=reward,
+            turns_played=len(self.past),
+            done_reason=done_reason,
+            seed=seed,
+            policy_versions=(min(versions), max(versions)) if versions else None,
+            timings={**self.timings, "play_s": time.monotonic() - self.begun},
+            meta={
+                "truncated": bool(truncated and not terminated),
+                "goal": str(info.get("goal") or ""),
+                "task_type": info.get("task_type"),
+                "update": update,
+                "horizon": max_turns,
+                "temperature": self.temperature,
+                "greedy": self.greedy,
+                "prompt": getattr(self.prompt, "name", ""),
+                "invalid_actions": sum(not t.action_valid for t in self.turns),
+                "controller": {"name": setting.name, **controls.summary()},
+                "final_observation": observation,
+            },
+        )
+
+    async def respond(self, turn: int, actor: str, observation: str, info: dict, task: str) -> Any:
+        """Have one reply written and append its turn; the parsed action, or None when no token fits."""
+        self.open_turn(turn, observation, info)
+        start = len(self.segment)
+        limit = self.limits.max_model_len
+        room = self.limits.max_tokens if limit is None else min(self.limits.max_tokens, limit - start)
+        if room < 1:
+            return None
+        by_teacher = actor == Actor.TEACHER.value
+        engine = self.teacher if by_teacher else self.student
+        if engine is None:
+            raise ConfigError(
+                f"The controller gave turn {turn} to the teacher, but there is none; configure a teacher."
+            )
+        request = GenerateRequest(
+            prompt_ids=self.segment.token_ids,
+            max_tokens=room,
+            temperature=self.temperature,
+            seed=_seed("turn", self.run_seed, task, self.attempt, turn),
+            cache_key=self.cache_key if self.window is None else None,
+            greedy=self.greedy,
+            stop_ids=tuple(self.codec.end_of_turn_ids),
+        )
+        generation: Generation = await self.timed(
+            f"the {actor}'s reply", "teacher_s" if by_teacher else "student_s", engine.generate(request)
+        )
+        if generation.stop_reason == StopReason.ERROR.value:
+            raise EpisodeFailure(
+                f"The {actor} engine reported an error in turn {turn} of task {self.task!r} (attempt {self.attempt})."
+            )
+        if len(generation.token_ids) == 0:
+            if generation.stop_reason == StopReason.CONTEXT_OVERFLOW.value:
+                return None
+            raise EpisodeFailure(
+                f"The {actor} engine returned no token in turn {turn} of task {self.task!r} with stop reason "
+                f"{generation.stop_reason!r}; expected at least one token, or 'context_overflow'."
+            )
+        start, end = self.segment.append(np.asarray(generation.token_ids, np.int32))
+        self.last_response = self.segment.token_ids[start:end]
+        parsed = self.prompt.parse(self.codec.decode(self.last_response), info)
+        own = np.asarray(generation.logprobs, np.float32)
+        self.turns.append(
+            make_turn(
+                rollout_id=self.rollout_id,
+                index=turn,
+                segment=self.segment,
+                start=start,
+                end=end,
+                # The student never said what the teacher wrote: there is no log-prob to record.
+                student_logprobs=np.full(end - start, np.nan, np.float32) if by_teacher else own,
+                teacher_logprobs=own if by_teacher else None,
+                policy_version=self.student.policy_version if by_teacher else generation.policy_version,
+                stop_reason=generation.stop_reason,
+                actor=actor,
+                action=parsed.action,
+                action_valid=parsed.valid,
+                observation=observation,
+                info={} if parsed.why is None else {"parse": parsed.why},
+            )
+        )
+        return parsed
+
+    def open_turn(self, turn: int, observation: str, info: dict) -> None:
+        """Bring the segment to the point where the reply begins."""
+        if self.window is not None:
+            recent = self.past[-self.window :] if self.window else []
+            text = self.prompt.user(turn, observation, info, recent)
+            ids = self.codec.start(self.prompt.system(info), text)
+            self.segment = Segment(self.rollout_id, turn, ids)
+        elif self.last_response is None:
+            text = self.prompt.user(turn, observation, info, self.past)
+            self.segment.append(self.codec.start(self.prompt.system(info), text))
+        else:
+            text = self.prompt.user(turn, observation, info, self.past)
+            closed = self.codec.closes(self.last_response)
+            self.segment.append(self.codec.extend(text, closed=closed))
+
+
+def _seed(*parts: Any, bits: int = 63) -> int:
+    """A number of so many bits that depends on all parts."""
+    text = "\x1f".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> (64 - bits)
+
+
+def _with_action_invalid(turn: Turn) -> Turn:
+    return dataclasses.replace(turn, action_valid=False)
+
+
+def _scored(turn: Turn, found: Any, vocabulary: np.ndarray | None) -> Turn:
+    """A turn with what an engine found for its span: an array, or `TokenScores`, or None."""
+    logprobs, top_ids, top_logprobs = found, None, None
+    if isinstance(found, TokenScores):
+        logprobs, top_ids, top_logprobs = found.logprobs, found.topk_ids, found.topk_logprobs
+    mask = None
+    if vocabulary is not None:
+        ids = turn.response_ids
+        mask = (ids < len(vocabulary)) & vocabulary[np.minimum(ids, len(vocabulary) - 1)]
+    return score_turn(turn, logprobs, mask, top_ids, top_logprobs)
+
+
+def _reason(info: dict, terminated: bool) -> str:
+    reason = info.get("done_reason")
+    if reason is None:
+        return "truncated" if not terminated else "success" if info.get("success") else "failure"
+    return str(reason.value) if isinstance(reason, Enum) else str(reason)
+
+
+def _cause(error: BaseException) -> str:
+    return str(error) if isinstance(error, DivOPDError) else f"{type(error).__name__}: {error}"

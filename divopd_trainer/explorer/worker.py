@@ -1,0 +1,533 @@
+"""The explorer's process: environments, engines, and the loop that plays episodes as coroutines.
+
+Nothing blocks its event loop: environments are processes, forward passes and the pipe have threads. Everything
+awaited has a deadline. It ends when told to, when its parent ends, and it takes its environment workers with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from divopd_gym.errors import DivOPDError
+
+from ..turns import Rollout
+from .channel import Channel, end_with_parent
+from .config import ExplorerConfig
+from .counters import Counters
+from .engines import Engines, build_engines, import_factory
+from .episode import renumber, run_episode, score_rollout
+from .messages import (
+    EpisodeFailed,
+    EvalDone,
+    Evaluate,
+    ExplorerError,
+    ExplorerState,
+    Fatal,
+    GetState,
+    Heartbeat,
+    PolicyLoaded,
+    PoolStatus,
+    Ready,
+    RolloutDone,
+    SetPolicy,
+    StateReply,
+    Stop,
+)
+from .pacing import Pacer
+from .tasks import TaskSchedule, Ticket
+
+__all__ = ["Explorer", "explorer_main"]
+
+_ORPHAN_GRACE_S = 3.0
+_BARREN_PER_FAILURE = 5
+
+
+def explorer_main(
+    config: ExplorerConfig, state: dict[str, Any], policy: SetPolicy | None, pipe: Connection, parent: int
+) -> None:
+    """Entry point of the process.
+
+    Args:
+        config: What to do.
+        state: `ExplorerState.to_dict` to go on from.
+        policy: Weights to begin with instead of those of ``config.student``.
+        pipe: To the trainer.
+        parent: The trainer's process id.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(parent)
+    channel = Channel(pipe)
+    explorer = Explorer(config, ExplorerState.from_dict(state), channel, policy)
+    threading.Thread(target=_watch_parent, args=(parent, explorer), name="parent-watch", daemon=True).start()
+    code = 0
+    try:
+        asyncio.run(explorer.run())
+    except BaseException as error:
+        code = 1
+        if not isinstance(error, DivOPDError):
+            traceback.print_exc()
+        channel.send(
+            Fatal(str(error) if isinstance(error, DivOPDError) else f"{type(error).__name__}: {error}")
+        )
+    channel.flush(3.0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    explorer.kill_workers()
+    # Threads of engines may be inside native code; nothing is left that an orderly exit would do.
+    os._exit(code)
+
+
+class _Handle:
+    """An environment handle that reports each turn played."""
+
+    def __init__(self, handle: Any, played: Any) -> None:
+        self._handle, self._played = handle, played
+
+    async def reset(self, task: str | None = None, seed: int | None = None) -> tuple[str, dict]:
+        return await self._handle.reset(task=task, seed=seed)
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        outcome = await self._handle.step(action)
+        self._played()
+        return outcome
+
+
+class Explorer:
+    """Plays episodes until told to stop; see the module.
+
+    Args:
+        config: What to do.
+        state: Where to begin.
+        channel: Takes messages by ``send`` and gives them by ``listen``.
+        policy: Weights to begin with.
+    """
+
+    def __init__(
+        self, config: ExplorerConfig, state: ExplorerState, channel: Any, policy: SetPolicy | None = None
+    ) -> None:
+        self.config, self.channel = config, channel
+        self.next_rollout_id = state.next_rollout_id
+        self.counters = Counters(state.counters)
+        self._saved_schedule = state.schedule
+        self.update = config.policy_version
+        self.controller = config.make_controller()
+        self.horizon = None
+        self.pacer = Pacer(
+            batch_rows=config.batch_rows,
+            max_staleness=config.max_staleness,
+            load=config.load,
+            max_concurrent=min(config.max_concurrent, config.workers),
+            expected_turns=min(15, config.max_turns),
+            version=config.policy_version,
+        )
+        self.pool: Any = None
+        self.eval_pool: Any = None
+        self.engines: Engines
+        self.schedule: TaskSchedule
+        self._eval_student: Any = None
+        self._eval_lock = asyncio.Lock()
+        self._policy = policy
+        self._policy_event = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._broken: asyncio.Future[None] | None = None
+        self._failed_in_row = 0
+        self._first_cause = ""
+        self._barren_in_row = 0
+        self._jobs: set[asyncio.Task] = set()
+        self._serial = 0
+
+    # --- life --------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """From start to stop.
+
+        Raises:
+            DivOPDError: It cannot start, or cannot go on.
+        """
+        loop = asyncio.get_running_loop()
+        self._broken = loop.create_future()
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(signal.SIGTERM, self._on_message, Stop(5.0))
+        self.channel.listen(loop, self._on_message)
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            work = asyncio.ensure_future(self._start_and_play())
+            await asyncio.wait({work, stopped, self._broken}, return_when=asyncio.FIRST_COMPLETED)
+            for finished in (self._broken, work):
+                if finished.done():
+                    finished.result()
+        finally:
+            stopped.cancel()
+            await self._close(work)
+
+    async def _start_and_play(self) -> None:
+        config = self.config
+        try:
+            await asyncio.wait_for(self._start(), config.start_timeout_s)
+        except asyncio.TimeoutError:
+            raise ExplorerError(
+                f"Models and environments were not ready within {config.start_timeout_s:.0f} s; raise start_timeout_s, "
+                "or see what loads so slowly."
+            ) from None
+        info = {
+            "tasks": len(self.schedule.tasks),
+            "workers": config.workers,
+            "env_id": config.env_id,
+            **self.engines.info,
+            **self._env_info,
+        }
+        state = ExplorerState(
+            self.schedule.state_dict(), self.next_rollout_id, dict(self.counters.totals)
+        ).to_dict()
+        self.channel.send(Ready(info, state))
+        loops = [self._dispatch(), self._load_policies(), self._beat()]
+        done, _ = await asyncio.wait([self._job(part) for part in loops], return_when=asyncio.FIRST_COMPLETED)
+        for part in done:
+            part.result()
+
+    async def _start(self) -> None:
+        config = self.config
+        self.prompt = _prompt(config)
+        if config.horizon is not None:
+            self.horizon = import_factory(config.horizon, "horizon")(config)
+        self.pool = self._make_pool(config.env_kwargs, config.workers)
+        pool = asyncio.ensure_future(self.pool.start())
+        self.engines = await asyncio.to_thread(build_engines, config)
+        await pool
+        if self._policy is not None:
+            await self._load(self._policy)
+        tasks = config.tasks
+        if tasks is None:
+            tasks = await self._call(self.pool, "tasks")
+        self._env_info = {}
+        with contextlib.suppress(DivOPDError):
+            self._env_info = {"env_versions": await self._call(self.pool, "versions")}
+        self.schedule = TaskSchedule(list(tasks), seed=config.seed, group=config.group, epochs=config.epochs)
+        if self._saved_schedule is not None:
+            self.schedule.load_state_dict(self._saved_schedule)
+
+    async def _close(self, work: asyncio.Task) -> None:
+        """Drop everything in flight and close what was opened, each within a deadline."""
+        jobs = [work, *self._jobs]
+        for job in jobs:
+            job.cancel()
+        if jobs:
+            await asyncio.wait(jobs, timeout=2.0)
+        for pool in (self.pool, self.eval_pool):
+            if pool is not None:
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(pool.close(), 5.0)
+
+    def kill_workers(self) -> None:
+        """End every environment worker at once; for when nothing else works."""
+        for pool in (self.pool, self.eval_pool):
+            for pid in pool.pids() if pool is not None else ():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _make_pool(self, env_kwargs: dict[str, Any], workers: int) -> Any:
+        config = self.config
+        if config.pool != "processes":
+            return import_factory(config.pool, "pool")(config.env_id, env_kwargs, workers, config)
+        from divopd_gym.pool import EnvPool
+
+        more = {} if config.max_worker_restarts is None else {"max_restarts": config.max_worker_restarts}
+        return EnvPool(
+            config.env_id,
+            env_kwargs,
+            workers,
+            step_timeout_s=config.step_timeout_s,
+            reset_timeout_s=config.reset_timeout_s,
+            recycle_after=config.recycle_after,
+            **more,
+        )
+
+    async def _call(self, pool: Any, name: str) -> Any:
+        handle = await asyncio.wait_for(pool.acquire(), self.config.start_timeout_s)
+        try:
+            return await asyncio.wait_for(handle.call(name), self.config.reset_timeout_s)
+        finally:
+            pool.release(handle)
+
+    def _job(self, work: Any) -> asyncio.Task:
+        job = asyncio.ensure_future(work)
+        self._jobs.add(job)
+        job.add_done_callback(self._ended)
+        return job
+
+    def _ended(self, job: asyncio.Task) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled() and job.exception() is not None:
+            self._break(job.exception())
+
+    def _break(self, error: BaseException) -> None:
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
+
+    # --- what the trainer says ---------------------------------------------------------------------------------
+
+    def _on_message(self, message: Any) -> None:
+        if message is None:
+            self._stop.set()
+        elif isinstance(message, Stop):
+            threading.Thread(target=_force, args=(message.grace_s, self), daemon=True).start()
+            self._stop.set()
+        elif isinstance(message, SetPolicy):
+            self.update = message.update
+            self._policy = message
+            self._policy_event.set()
+        elif isinstance(message, PoolStatus):
+            self.pacer.pool(
+                composed=message.update,
+                available=message.available + message.buffered,
+                wanted=message.wanted,
+                received=message.received,
+            )
+            self._wake.set()
+        elif isinstance(message, GetState):
+            # No await lies between finishing a ticket and sending its rollout, so this cut is clean.
+            state = ExplorerState(
+                self.schedule.state_dict(), self.next_rollout_id, dict(self.counters.totals)
+            )
+            self.channel.send(StateReply(message.request_id, state.to_dict()))
+        elif isinstance(message, Evaluate):
+            self._job(self._evaluate(message))
+
+    async def _load_policies(self) -> None:
+        """Load the newest weights asked for; older ones that were overtaken meanwhile are skipped."""
+        while True:
+            await self._policy_event.wait()
+            self._policy_event.clear()
+            if self._policy is not None:
+                await self._load(self._policy)
+
+    async def _load(self, asked: SetPolicy) -> None:
+        self.update = asked.update
+        try:
+            await asyncio.wait_for(
+                self.engines.student.load_weights(asked.path, asked.version), self.config.load_timeout_s
+            )
+        except Exception as error:
+            if self._policy is not asked:
+                return  # its file may be gone, now that a newer one is there
+            raise ExplorerError(
+                f"Policy version {asked.version} could not be loaded from {asked.path} (limit "
+                f"{self.config.load_timeout_s:.0f} s): {type(error).__name__}: {error}"
+            ) from error
+        self.pacer.policy(asked.version)
+        self.counters.add("policy_loads")
+        self.channel.send(PolicyLoaded(asked.version))
+        self._wake.set()
+
+    # --- training episodes -------------------------------------------------------------------------------------
+
+    async def _dispatch(self) -> None:
+        while True:
+            self._wake.clear()
+            while self.pacer.wants_more():
+                ticket = self.schedule.take()
+                if ticket is None:
+                    break
+                self._serial += 1
+                self.pacer.begin(self._serial)
+                self._job(self._episode(self._serial, ticket))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), 1.0)
+
+    async def _episode(self, key: int, ticket: Ticket) -> None:
+        """Play one ticket to its end, whatever that is."""
+        try:
+            rollout, scored = await self._play(key, ticket)
+        except asyncio.CancelledError:
+            self.pacer.end(key, None)
+            self.schedule.give_back(ticket)
+            raise
+        except Exception as error:
+            self._count_failure(key, ticket, error)
+        else:
+            oldest = self.pacer.oldest_usable
+            valid = len(rollout.valid_turns)
+            usable = sum(turn.policy_version >= oldest for turn in rollout.valid_turns)
+            renumber(rollout, self.next_rollout_id)
+            rollout.meta.update(epoch=ticket.epoch, place=ticket.place)
+            self.next_rollout_id += 1
+            self.counters.episode(rollout, stale=valid - usable, scored=scored)
+            self.pacer.end(key, valid if scored else len(rollout.turns), usable)
+            self.schedule.finish(ticket)
+            self.channel.send(RolloutDone(rollout, ticket, usable))
+            self._failed_in_row = 0
+            self._check_barren(rollout, scored and not valid)
+        finally:
+            self._wake.set()
+
+    async def _play(self, key: int, ticket: Ticket) -> tuple[Any, bool]:
+        config, engines = self.config, self.engines
+        deadline = time.monotonic() + config.episode_timeout_s
+        handle = await asyncio.wait_for(self.pool.acquire(), config.episode_timeout_s)
+        try:
+            rollout = await run_episode(
+                rollout_id=key,
+                task=ticket.task,
+                attempt=ticket.attempt,
+                env=_Handle(handle, lambda: self.pacer.played(key)),
+                student=engines.student,
+                teacher=engines.teacher,
+                codec=engines.codec,
+                prompt=self.prompt,
+                history=config.history,
+                limits=config.limits(),
+                controller=self.controller,
+                temperature=config.temperature,
+                run_seed=config.seed,
+                score=False,
+                update=self.update,
+                horizon=None if self.horizon is None else self.horizon.turns,
+            )
+        finally:
+            # Scoring needs no environment; the next episode can have it.
+            self.pool.release(handle)
+        if engines.teacher is None:
+            return rollout, False
+        oldest = self.pacer.oldest_usable
+        if rollout.turns and all(turn.policy_version < oldest for turn in rollout.turns):
+            return rollout, False
+        await score_rollout(
+            rollout,
+            engines.teacher,
+            teacher_vocabulary=engines.teacher_vocabulary,
+            topk=config.teacher_topk,
+            timeout_s=max(1.0, deadline - time.monotonic()),
+        )
+        return rollout, True
+
+    def _count_failure(self, key: int, ticket: Ticket, error: Exception) -> None:
+        why = str(error) if isinstance(error, DivOPDError) else f"{type(error).__name__}: {error}"
+        self.pacer.end(key, None)
+        self.schedule.finish(ticket, dropped=True)
+        self.counters.add("episodes_failed")
+        self.channel.send(EpisodeFailed(ticket.task, ticket.attempt, why, ticket))
+        self._failed_in_row += 1
+        if self._failed_in_row == 1:
+            self._first_cause = why
+        if self._failed_in_row >= self.config.max_failures:
+            self._break(
+                ExplorerError(
+                    f"{self._failed_in_row} episodes in a row failed (max_failures); the first: {self._first_cause}"
+                )
+            )
+
+    def _check_barren(self, rollout: Rollout, barren: bool) -> None:
+        """Stop a run in which every episode is scored and nothing can ever train: the learner would wait for ever."""
+        self._barren_in_row = self._barren_in_row + 1 if barren else 0
+        limit = _BARREN_PER_FAILURE * self.config.max_failures
+        if self._barren_in_row >= limit:
+            why = sorted({turn.why_not for turn in rollout.turns if turn.why_not})
+            self._break(
+                ExplorerError(
+                    f"{limit} scored episodes in a row held no turn that can train (reasons in the last one: {why}); "
+                    "see that the teacher's context and vocabulary fit the student's."
+                )
+            )
+
+    # --- evaluations -------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, asked: Evaluate) -> None:
+        try:
+            async with self._eval_lock:
+                result = await asyncio.wait_for(self._play_evaluation(asked), self.config.eval_timeout_s)
+            self.counters.add("evaluations")
+            self.channel.send(EvalDone(asked.request_id, result, None, asked.version))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self.counters.add("evaluations_failed")
+            self.channel.send(
+                EvalDone(asked.request_id, None, f"{type(error).__name__}: {error}", asked.version)
+            )
+
+    async def _play_evaluation(self, asked: Evaluate) -> dict[str, Any]:
+        from ..evaluate import evaluate
+
+        config = self.config
+        if self._eval_student is None:
+            if self.engines.make_eval_student is None:
+                raise ExplorerError("This engine cannot evaluate: its factory gives no make_eval_student.")
+            self._eval_student = await asyncio.to_thread(self.engines.make_eval_student)
+        await asyncio.wait_for(
+            self._eval_student.load_weights(asked.path, asked.version), config.load_timeout_s
+        )
+        pool, concurrency = self.pool, max(1, config.workers // 2)
+        if config.eval_env_kwargs is not None and config.eval_env_kwargs != config.env_kwargs:
+            concurrency = config.eval_workers or config.workers
+            if self.eval_pool is None:
+                self.eval_pool = self._make_pool(config.eval_env_kwargs, concurrency)
+                await asyncio.wait_for(self.eval_pool.start(), config.start_timeout_s)
+            pool = self.eval_pool
+        tasks = list(asked.tasks) if asked.tasks is not None else list(await self._call(pool, "tasks"))
+        outcome = await evaluate(
+            self._eval_student,
+            pool,
+            self.engines.codec,
+            self.prompt,
+            tasks[: asked.episodes],
+            temperature=asked.temperature,
+            max_turns=asked.max_turns,
+            seed=asked.seed,
+            greedy=asked.greedy,
+            concurrency=concurrency,
+            history=config.history,
+        )
+        return outcome if isinstance(outcome, dict) else outcome.to_dict()
+
+    # --- signs of life -----------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        while True:
+            pools = [pool for pool in (self.pool, self.eval_pool) if pool is not None]
+            counters = dict(self.counters.totals)
+            for pool in pools:
+                for name, value in pool.counters.items():
+                    counters[f"env_{name}"] = counters.get(f"env_{name}", 0) + value
+            pacer = self.pacer
+            gauges = {
+                "in_flight": pacer.in_flight,
+                "outstanding_turns": pacer.outstanding,
+                "allowed_turns": min(pacer.allowed, 1e9),
+                "expected_turns": pacer.expected_turns,
+                "policy_version": pacer.version,
+                "success_rate": self.counters.success_rate,
+                "epoch": self.schedule.frontier.epoch,
+                **self.counters.rates(),
+            }
+            pids = tuple(pid for pool in pools for pid in pool.pids())
+            self.channel.send(Heartbeat(counters, gauges, pids))
+            await asyncio.sleep(self.config.heartbeat_s)
+
+
+def _prompt(config: ExplorerConfig) -> Any:
+    from divopd_gym.prompts import get_prompt
+
+    return get_prompt(config.env_id, config.prompt_style, history=config.history)
+
+
+def _watch_parent(parent: int, explorer: Explorer) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    _force(_ORPHAN_GRACE_S, explorer)
+
+
+def _force(grace_s: float, explorer: Explorer) -> None:
+    """End the process and its workers after a grace, whatever the event loop is doing."""
+    time.sleep(grace_s)
+    explorer.kill_workers()
+    os._exit(1)
