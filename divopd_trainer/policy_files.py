@@ -1,0 +1,121 @@
+"""Policy weights on their way from the learner to the explorer, as files.
+
+`PolicyFiles` is the weight-transfer object that TRL's trainer is given: each sync writes one safetensors file, in
+shared memory where there is some, and files that nobody needs any more are deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PolicyFiles"]
+
+_MEMORY = Path("/dev/shm")
+
+
+def _write(tensors: Iterable[tuple[str, Any]], folder: Path, version: int) -> Path:
+    from .engines.weights import write_policy
+
+    return Path(write_policy(tensors, folder, version))
+
+
+class PolicyFiles:
+    """Writes policy versions, remembers where they lie, and deletes them in time.
+
+    Args:
+        run_dir: Fallback place (``run_dir/.weights``) when there is no shared memory or too little of it.
+        version: Called when weights are sent; gives the version that they are.
+        size_bytes: What one file will take; shared memory is used only if eight of them fit.
+        write: ``write(tensors, folder, version) -> path``; the default writes safetensors atomically.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        version: Callable[[], int],
+        size_bytes: int = 0,
+        write: Callable[[Iterable[tuple[str, Any]], Path, int], Path] = _write,
+    ) -> None:
+        self._version = version
+        self._write = write
+        self.size_bytes = size_bytes
+        self._run_dir = Path(run_dir)
+        self._paths: dict[int, Path] = {}
+        self._pins: dict[int, int] = {}
+        self._loaded = -1
+        self._folder: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the files lie; made when first asked for, readable by this user only."""
+        if self._folder is None:
+            parent = self._run_dir / ".weights"
+            if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 8 * self.size_bytes:
+                parent = _MEMORY
+            parent.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=f"divopd-{os.getpid()}-", dir=parent))
+        return self._folder
+
+    def path(self, version: int) -> Path:
+        """The file of a version that was written and not yet deleted."""
+        return self._paths[version]
+
+    @property
+    def newest(self) -> int | None:
+        """Newest version written, or None."""
+        return max(self._paths, default=None)
+
+    def pin(self, version: int) -> Path:
+        """Keep a version until `unpin`; returns its file."""
+        self._pins[version] = self._pins.get(version, 0) + 1
+        return self._paths[version]
+
+    def unpin(self, version: int) -> None:
+        """Undo one `pin`."""
+        self._pins[version] = self._pins.get(version, 1) - 1
+        if self._pins[version] <= 0:
+            del self._pins[version]
+        self._sweep()
+
+    def loaded(self, version: int) -> None:
+        """The explorer has loaded this version, so no older file is read any more unless pinned."""
+        self._loaded = max(self._loaded, version)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        newest = self.newest
+        for version in list(self._paths):
+            if version not in self._pins and version < self._loaded and version != newest:
+                self._paths.pop(version).unlink(missing_ok=True)
+
+    # TRL's weight-transfer protocol.
+
+    def init_weight_transfer(self) -> None:
+        """Nothing to set up."""
+
+    def pause(self) -> None:
+        """The explorer decides for itself when it loads."""
+
+    def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
+        """Write the file of the version that is being synced."""
+        version = self._version()
+        self._paths[version] = self._write(iterator, self.folder, version)
+        self._sweep()
+
+    def resume(self) -> None:
+        """See `pause`."""
+
+    def destroy(self) -> None:
+        """Delete every file."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            weights = self._run_dir / ".weights"
+            if weights.is_dir() and not any(weights.iterdir()):
+                weights.rmdir()
+        self._folder = None
+        self._paths.clear()
