@@ -46,7 +46,7 @@ class ChatCodec:
                 "template that the model was trained with and save it beside the model."
             )
         text = self._render([("user", _A), ("assistant", _B), ("user", _C)], open_reply=True)
-        after_reply, found_b, rest = text.partition(_B)[2], _B in text, ""
+        _, found_b, after_reply = text.partition(_B)
         between, found_c, rest = after_reply.partition(_C)
         if not (found_b and found_c):
             raise ConfigError(
@@ -55,8 +55,10 @@ class ChatCodec:
             )
         padded = f"\t{_C}\t"
         self._strips = padded not in self._render([("user", padded)], open_reply=True)
-        close = self._leading_special_token(between)
-        self._between, self._after_user = between[len(close) :], rest
+        close = self._leading_special_token(between.lstrip(" "))
+        # A template may write a blank before the closing token; a model that was sampled need not.
+        self._between = between.lstrip(" ")[len(close) :] if close else between
+        self._after_user = rest
         self.end_of_turn_id: int | None = tokenizer.convert_tokens_to_ids(close) if close else None
         eos = getattr(tokenizer, "eos_token_id", None)
         ids = dict.fromkeys(i for i in (self.end_of_turn_id, eos) if i is not None)
