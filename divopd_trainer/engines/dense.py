@@ -224,8 +224,7 @@ class DenseBackend:
             qk, v = qkv[:, : q + kv], qkv[:, q + kv :]
             if norms is not None:
                 qk = self._rms(qk, norms[index])
-            turned = torch.cat((-qk[..., half:], qk[..., :half]), -1)
-            qk = torch.addcmul(qk * plan.cos, turned, plan.sin)
+            qk = torch.addcmul(qk * plan.cos, qk.roll(half, -1), plan.sin)
             attended = self._attend(index, plan, qk[:, :q], qk[:, q:], v)
             x = x + F.linear(attended, layer.out, layer.out_bias)
             gate_up = F.linear(self._rms(x, layer.norm2), layer.gate_up, layer.gate_up_bias)
@@ -277,10 +276,7 @@ class DenseBackend:
         return parts[0] if len(parts) == 1 else torch.cat(parts).view(tokens, -1)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if x.dtype == torch.float32:
-            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._eps) * weight
-        wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)).to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], None, self._eps) * weight
 
     def _grow_rope(self, length: int) -> None:
         length = min(max(length, 256) * 2, max(max_positions(self.model), length))
@@ -288,7 +284,9 @@ class DenseBackend:
             at = torch.arange(length, device=self.device)[None]
             probe = torch.zeros(1, device=self.device, dtype=self.dtype)
             cos, sin = self.model.model.rotary_emb(probe, at)
-        self._cos, self._sin = cos[0], sin[0]
+        half = self._dim // 2
+        # Half-rotation is (-second, first); with the sign in the table it is a plain roll.
+        self._cos, self._sin = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
 
     def _take_layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
