@@ -133,7 +133,8 @@ class DivOPDConfig(AsyncDistillationConfig):
     )
     max_concurrent: int = _option(16, "Episodes in flight at once.")
     env_workers: int | None = _option(
-        None, "Processes that run environments; null: max_concurrent, at most the number of CPU cores."
+        None,
+        "Processes that run environments, one episode at a time each; null: max_concurrent.",
     )
     merge_packing: bool = _option(
         True,
@@ -248,7 +249,7 @@ class DivOPDConfig(AsyncDistillationConfig):
         if self.teacher_temperature is None:
             self.teacher_temperature = self.temperature if self.engine == "local" else 1.0
         if self.env_workers is None:
-            self.env_workers = max(1, min(self.max_concurrent, os.cpu_count() or 1))
+            self.env_workers = self.max_concurrent
         if self.learner_threads is None and not on_gpu:
             self.learner_threads = 1
         if self.resume_from_checkpoint in ("true", "True", "last"):
@@ -334,8 +335,11 @@ class DivOPDConfig(AsyncDistillationConfig):
             raise ConfigError(
                 f"engine is {self.engine!r}; expected 'local' or an importable factory 'package.module:function'."
             )
-        if self.max_pending_age and self.method == "vanilla":
-            self.max_pending_age = 0
+        if self.engine == "local" and self.teacher_temperature != self.temperature:
+            raise ConfigError(
+                f"teacher_temperature is {self.teacher_temperature} and temperature is {self.temperature}: the local engine "
+                "scores at the sampling temperature. Leave teacher_temperature null."
+            )
         if self.weight_sync_steps != 1 and self.max_staleness < self.weight_sync_steps:
             raise ConfigError(
                 f"weight_sync_steps is {self.weight_sync_steps} with max_staleness {self.max_staleness}: every turn "
@@ -351,6 +355,11 @@ class DivOPDConfig(AsyncDistillationConfig):
     def recovery(self) -> bool:
         """Whether the teacher may take over while exploring."""
         return self.method == "divopd-r" and self.recovery_budget > 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is any evaluation."""
+        return bool(self.eval_every or self.eval_at_start or self.eval_at_end)
 
     @property
     def window(self) -> int | None:

@@ -37,12 +37,11 @@ class RunDir:
             or any(self.checkpoints.glob("checkpoint-*"))
         )
 
-    def claim(self, *, resume: bool) -> None:
-        """Make the directory, for a new run or for one that goes on.
+    def check(self, *, resume: bool) -> None:
+        """See whether a run may use the directory; changes nothing.
 
         Raises:
-            ConfigError: It holds a run and this is a new one, or there is nothing to go on from, or it cannot
-                be made.
+            ConfigError: It holds a run and this is a new one, or it is no directory.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(
@@ -53,6 +52,14 @@ class RunDir:
                 f"run_dir {self.path} already holds a run; expected an empty or new directory. Choose another run_dir, "
                 "go on with --resume_from_checkpoint true, or delete the directory."
             )
+
+    def claim(self, *, resume: bool) -> None:
+        """Check it and make it.
+
+        Raises:
+            ConfigError: See `check`; or it cannot be made.
+        """
+        self.check(resume=resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

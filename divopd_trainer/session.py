@@ -69,7 +69,6 @@ class RunSession:
         self._done_evaluations: set[int] = set()
         self._last_explorer_line = 0.0
         self._seen: dict[str, Any] = {"ready": None, "heartbeat": None, "failure": None}
-        self._first_policy: SetPolicy | None = None
         self._playing = False
 
     # What the trainer calls.
@@ -111,17 +110,12 @@ class RunSession:
 
     def policy_written(self, version: int) -> None:
         """Tell the explorer where the weights of a version lie."""
-        message = SetPolicy(version, str(self.trainer.policy_files.path(version)), self.update)
-        if self._playing:
-            self.explorer.send(message)
-        else:
-            self._first_policy = message
+        path = self.trainer.policy_files.path(version)
+        self.explorer.send(SetPolicy(version, str(path), self.update))
 
     def began(self) -> None:
         """The explorer has just been started."""
         self._playing = True
-        if self._first_policy is not None:
-            self.explorer.send(self._first_policy)
         self.handle_messages()
         if self.args.eval_at_start and self.update == 0:
             self.evaluate()
@@ -169,11 +163,7 @@ class RunSession:
             greedy=self.args.eval_temperature == 0,
             seed=self.args.seed,
         )
-        self._evaluations[request] = {
-            "update": version,
-            "message": message,
-            "asked_s": self.writer.metrics.wall_s,
-        }
+        self._evaluations[request] = {"update": version, "asked_s": self.writer.metrics.wall_s}
         self.explorer.send(message)
 
     def _evaluated(self) -> set[int]:
@@ -212,9 +202,6 @@ class RunSession:
         if self._news("ready", explorer.ready):
             restarted = explorer.restarts > 0
             self.progress.note("The explorer was started again." if restarted else "The explorer is ready.")
-            # A restarted explorer knows nothing of what its predecessor was asked.
-            for asked in list(self._evaluations.values()):
-                explorer.send(asked["message"])
         if self._news("heartbeat", explorer.heartbeat):
             self._heartbeat({**explorer.heartbeat.counters, **explorer.heartbeat.gauges})
         failure = explorer.failures[-1] if explorer.failures else None

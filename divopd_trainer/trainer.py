@@ -11,7 +11,9 @@ import contextlib
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from accelerate import PartialState  # noqa: E402
 from accelerate.utils import is_peft_model  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from trl.experimental.async_distillation import AsyncDistillationTrainer  # noqa: E402
 from trl.experimental.async_distillation import async_distillation_trainer as trl_module  # noqa: E402
 
@@ -39,7 +42,7 @@ from .session import RunSession, TrainingError  # noqa: E402
 from .streams import BatchStream  # noqa: E402
 from .weighting import RowWeighting  # noqa: E402
 
-__all__ = ["DivOPDTrainer", "TrainingError"]
+__all__ = ["DivOPDTrainer", "RunResult", "TrainingError", "run"]
 
 
 class DivOPDTrainer(AsyncDistillationTrainer):
@@ -81,7 +84,9 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         if args.learner_threads is not None:
             torch.set_num_threads(args.learner_threads)
         self.run_dir = RunDir(args.run_dir)
-        self._resume = checkpoints.find_checkpoint(self.run_dir.checkpoints, args.resume_from_checkpoint)
+        self._resume = checkpoints.find_checkpoint(
+            self.run_dir.checkpoints, args.resume_from_checkpoint, warnings.warn
+        )
         worker, side_state = None, None
         if PartialState().is_main_process:
             self.run_dir.claim(resume=self._resume is not None)
@@ -394,10 +399,59 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         with self.session.running() if self.session is not None else contextlib.nullcontext():
             return super().train(resume_from_checkpoint=path, **kwargs)
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether the run ended because somebody asked it to."""
-        return self.session is not None and self.session.stop_reason is not None
+
+@dataclass
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        update: Completed updates.
+        interrupted: The signal that ended it early, or None.
+        final_model: Where the student was saved; None when interrupted.
+        trainer: The trainer, for whoever wants more.
+    """
+
+    update: int
+    interrupted: str | None
+    final_model: Path | None
+    trainer: DivOPDTrainer
+
+
+def run(
+    config: DivOPDConfig, *, trainer_class: type[DivOPDTrainer] | None = None, **options: Any
+) -> RunResult:
+    """Check a run, train it, and save the student: what ``divopd train`` does.
+
+    Args:
+        config: The run's settings.
+        trainer_class: A subclass to use.
+        **options: More arguments of the trainer (composer, weighting, progress, ...).
+
+    Raises:
+        DivOPDError: See `divopd_trainer.startup.check_run` and `DivOPDTrainer.train`.
+    """
+    from .explorer.process import ExplorerProcess
+    from .startup import check_run, explorer_config
+
+    findings = check_run(config) if PartialState().is_main_process else None
+
+    def explorer(state: dict[str, Any] | None, checkpoint: Path | None) -> ExplorerProcess:
+        update = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+        settings = explorer_config(config, checkpoint, update)
+        return ExplorerProcess(settings, state=state, max_restarts=config.max_explorer_restarts)
+
+    disable_progress_bar()
+    trainer = (trainer_class or DivOPDTrainer)(config, **{"explorer": explorer, **options})
+    if trainer.session is not None and findings is not None:
+        for note in findings.notes:
+            trainer.session.progress.note(note)
+    trainer.train()
+    interrupted = trainer.session.stop_reason if trainer.session is not None else None
+    final = None
+    if interrupted is None:
+        final = trainer.run_dir.final_model
+        trainer.save_model(str(final))
+    return RunResult(int(trainer.state.global_step), interrupted, final, trainer)
 
 
 class _SessionCallback(TrainerCallback):

@@ -1,0 +1,281 @@
+"""Everything that can be wrong with a run, found before anything heavy is loaded.
+
+`check_run` reads configuration files and tokenizers, starts one environment for a moment in a process of its own,
+and refuses what cannot work: each message says what was found, what was expected, and how to mend it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from divopd_gym.errors import ConfigError, DivOPDError
+
+from .chat import ChatCodec
+from .compat import compare_tokenizers
+from .config import DivOPDConfig
+from .explorer.config import ExplorerConfig
+from .run_dir import RunDir
+
+__all__ = [
+    "EnvironmentProbe",
+    "Findings",
+    "check_environment",
+    "check_models",
+    "check_run",
+    "explorer_config",
+]
+
+
+@dataclass
+class EnvironmentProbe:
+    """What one environment said of itself.
+
+    Attributes:
+        tasks: Its task ids.
+        observation: The first observation of its first task.
+        info: The info that came with it.
+        versions: Versions of what it is made of.
+    """
+
+    tasks: list[str]
+    observation: str
+    info: dict[str, Any]
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Findings:
+    """What the checks saw.
+
+    Attributes:
+        notes: Differences that were let pass, one sentence each.
+        train_tasks: Tasks of the training split.
+        eval_tasks: Tasks of the evaluation split; 0 when nothing is evaluated.
+        first_prompt_tokens: Tokens of the first prompt of the first task.
+    """
+
+    notes: list[str] = field(default_factory=list)
+    train_tasks: int = 0
+    eval_tasks: int = 0
+    first_prompt_tokens: int = 0
+
+
+def check_run(config: DivOPDConfig) -> Findings:
+    """Refuse a run that cannot work.
+
+    Raises:
+        ConfigError: The first thing that is wrong.
+        DataNotFoundError: The environment's data are missing.
+    """
+    findings = Findings()
+    run_dir = RunDir(config.run_dir)
+    run_dir.check(resume=bool(config.resume_from_checkpoint))
+    explorer_config(config)
+    codec = check_models(config, findings)
+    training = check_environment(config, config.environment(), f"split {config.split!r}")
+    findings.train_tasks = len(training.tasks)
+    _check_context(config, codec, training, findings)
+    if config.evaluates:
+        evaluation = config.environment(evaluation=True)
+        if evaluation == config.environment():
+            findings.eval_tasks = findings.train_tasks
+        else:
+            where = f"evaluation split {config.eval_split!r}"
+            findings.eval_tasks = len(check_environment(config, evaluation, where).tasks)
+    return findings
+
+
+def check_models(config: DivOPDConfig, findings: Findings | None = None) -> ChatCodec | None:
+    """Compare what is written beside student and teacher; loads no weights.
+
+    Returns:
+        The student's codec.
+
+    Raises:
+        ConfigError: A model is missing, has no chat template, or does not fit the other.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    findings = findings or Findings()
+    student = _read("model", config.model, AutoConfig)
+    tokenizer = _read("model", config.model, AutoTokenizer)
+    codec = ChatCodec(tokenizer)
+    _check_head(config.model, student)
+    positions = getattr(student.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and config.max_model_len > positions:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len} but the student {config.model} was made for {positions} tokens; "
+            f"expected at most that. Set max_model_len to {positions} or less."
+        )
+    if config.engine == "local":
+        _read("teacher", config.teacher, AutoConfig)
+        report = compare_tokenizers(tokenizer, _read("teacher", config.teacher, AutoTokenizer))
+        findings.notes += report.check(config.tokenizer_mismatch_limit)
+    return codec
+
+
+def _read(name: str, path: str, kind: Any) -> Any:
+    if not path:
+        raise ConfigError(f"{name} is empty; expected a Hub name or the directory of a saved model.")
+    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise ConfigError(
+            f"{name} is {path!r}, which is no directory; expected one that save_pretrained wrote. Check the path."
+        )
+    try:
+        return kind.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        what = "tokenizer" if "Tokenizer" in kind.__name__ else "configuration"
+        raise ConfigError(
+            f"The {what} of {name} {path!r} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "expected a Hub name that can be reached or a directory with config.json and tokenizer files. Check the "
+            "name, or save the tokenizer into the model's directory."
+        ) from error
+
+
+def _check_head(path: str, model: Any) -> None:
+    """The learner applies the output head by itself, to few positions."""
+    text = model.get_text_config()
+    for name in (
+        "final_logit_softcapping",
+        "logit_scale",
+        "logits_scaling",
+        "lm_head_multiplier",
+        "output_multiplier",
+    ):
+        value = getattr(text, name, None)
+        if value not in (None, 1, 1.0):
+            raise ConfigError(
+                f"The student {path} changes its logits after the head ({name}={value}); expected plain logits. Choose "
+                "another student."
+            )
+
+
+def check_environment(config: DivOPDConfig, env_kwargs: dict[str, Any], where: str) -> EnvironmentProbe:
+    """Start one environment in a process of its own, list its tasks, and begin the first.
+
+    Args:
+        config: The run's settings.
+        env_kwargs: Arguments of the environment.
+        where: How messages call the split.
+
+    Raises:
+        ConfigError: The environment cannot be made, or has no task.
+        DataNotFoundError: Its data are missing.
+    """
+    from divopd_gym.pool import EnvPool
+
+    pool = EnvPool.sync(
+        config.env_id,
+        env_kwargs,
+        1,
+        step_timeout_s=config.env_step_timeout_s,
+        reset_timeout_s=config.env_reset_timeout_s,
+        start_method="spawn",
+    )
+    try:
+        with pool, pool.lend(config.env_reset_timeout_s) as env:
+            tasks = list(env.call("tasks"))
+            if not tasks:
+                raise ConfigError(
+                    f"{config.env_id} has no task in {where}; expected at least one. Check the split's name and the "
+                    "data with 'divopd data check'."
+                )
+            observation, info = env.reset(task=tasks[0])
+            versions = env.call("versions")
+    except DivOPDError as error:
+        cause = error
+        while cause is not None:
+            # The pool wraps what the environment raised; its own message is the better one.
+            if isinstance(cause, DivOPDError) and not _is_pool_error(cause):
+                raise cause from None
+            cause = cause.__cause__
+        raise ConfigError(
+            f"{config.env_id} with {env_kwargs} could not be started ({where}): {error} Check env_id, env_kwargs and "
+            "the data with 'divopd data check'."
+        ) from error
+    return EnvironmentProbe(tasks, observation, info, dict(versions or {}))
+
+
+def _is_pool_error(error: BaseException) -> bool:
+    from divopd_gym.errors import PoolError
+
+    return isinstance(error, PoolError)
+
+
+def _check_context(
+    config: DivOPDConfig, codec: ChatCodec | None, probe: EnvironmentProbe, findings: Findings
+) -> None:
+    from divopd_gym.prompts import get_prompt
+
+    prompt = get_prompt(config.env_id, config.prompt_style, history=config.history)
+    ids = codec.start(prompt.system(probe.info), prompt.user(0, probe.observation, probe.info, []))
+    findings.first_prompt_tokens = len(ids)
+    if len(ids) + config.max_tokens > config.max_model_len:
+        raise ConfigError(
+            f"The first prompt has {len(ids)} tokens and a response may take {config.max_tokens}, but max_model_len is "
+            f"{config.max_model_len}: not even one turn fits. Raise max_model_len to {len(ids) + config.max_tokens} at the "
+            "very least, lower max_tokens, or use a shorter prompt_style."
+        )
+
+
+def explorer_config(
+    config: DivOPDConfig, checkpoint: Path | None = None, update: int = 0, **more: Any
+) -> ExplorerConfig:
+    """The explorer's settings that follow from the run's.
+
+    Args:
+        config: The run's settings.
+        checkpoint: Folder of the checkpoint that is resumed; the explorer begins with its weights.
+        update: Completed updates of that checkpoint.
+        **more: Fields that replace what follows.
+
+    Raises:
+        ConfigError: Values that the explorer cannot work with.
+    """
+    controller, options = "student", {}
+    if config.recovery:
+        controller = "recovery"
+        options = {
+            "patience": config.recovery_patience,
+            "budget": config.recovery_budget,
+            "warmup": config.recovery_warmup,
+            "return_on_progress": config.recovery_return_on_progress,
+        }
+    values = {
+        "env_id": config.env_id,
+        "env_kwargs": config.environment(),
+        "workers": config.env_workers,
+        "epochs": config.epochs,
+        "group": config.attempts_per_task,
+        "eval_env_kwargs": config.environment(evaluation=True),
+        "engine": config.engine,
+        "student": str(checkpoint or config.model),
+        "teacher": config.teacher,
+        "tokenizer": config.model,
+        "prompt_style": config.prompt_style,
+        "history": config.history,
+        "max_turns": config.max_turns,
+        "max_tokens": config.max_tokens,
+        "max_model_len": config.max_model_len,
+        "temperature": config.temperature,
+        "teacher_topk": 0 if config.divergence == "sampled_reverse_kl" else config.teacher_top_k,
+        "tokenizer_mismatch_limit": config.tokenizer_mismatch_limit,
+        "controller": controller,
+        "controller_kwargs": options,
+        "batch_rows": config.batch_rows,
+        "max_staleness": config.max_staleness,
+        "load": config.load,
+        "max_concurrent": config.max_concurrent,
+        "seed": config.seed,
+        "policy_version": update,
+        "max_failures": config.max_failed_episodes,
+        "episode_timeout_s": config.episode_timeout_s,
+        "step_timeout_s": config.env_step_timeout_s,
+        "reset_timeout_s": config.env_reset_timeout_s,
+        "eval_timeout_s": config.eval_timeout_s,
+        "threads": config.explorer_threads,
+    }
+    return ExplorerConfig(**{**values, **more})
