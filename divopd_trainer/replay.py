@@ -13,7 +13,7 @@ from typing import Any
 
 from .composer import BatchComposer
 from .framelog import RecordError
-from .metrics import effective_rollouts, gini
+from .metrics import effective_rollouts, gini, top1_share
 from .records import Run
 from .turns import Actor, Rollout
 
@@ -168,8 +168,7 @@ class ReplayResult:
     Attributes:
         preset: Its name.
         summary: The figures of the table; see `SUMMARY`.
-        updates: Per update: rows, rollouts, effective_rollouts, top1_share, dead_rows, dropped_stale, pending,
-            unread, forwarded_tokens_rows, forwarded_tokens_merged, trained_tokens.
+        updates: The same figures update by update, and rows, rollouts, pending, unread.
         same_as_recorded: Updates whose batch equals the recorded one, of how many; None when not comparable.
     """
 
@@ -187,6 +186,8 @@ SUMMARY: dict[str, tuple[str, str]] = {
     "dropped_stale": ("  rows", "{:,.0f}"),
     "effective_rollouts": ("effective rollouts a batch", "{:.2f}"),
     "top1_share": ("token share of the largest rollout", "{:.1%}"),
+    "effective_rollouts_forwarded": ("effective rollouts, by tokens forwarded", "{:.2f}"),
+    "top1_share_forwarded": ("largest rollout, by tokens forwarded", "{:.1%}"),
     "turns_per_rollout": ("turns per rollout in a batch", "{:.2f}"),
     "dead_row_share": ("dead rows", "{:.1%}"),
     "forwarded_tokens_rows": ("tokens forwarded, one row per turn", "{:,.0f}"),
@@ -194,7 +195,8 @@ SUMMARY: dict[str, tuple[str, str]] = {
     "trained_tokens": ("tokens trained", "{:,.0f}"),
     "scored_per_trained": ("teacher tokens scored per token trained", "{:.2f}"),
 }
-"""Figure -> (label, format). Shares are of the whole stream; the composition ones are means over updates."""
+"""Figure -> (label, format). Composition figures are means over updates: by trained response tokens, as in the train
+lines of metrics.jsonl, and by the tokens of one row per turn, prompts included."""
 
 
 def replay(stream: Stream, preset: str, *, tail: float = 1.0, **overrides: Any) -> ReplayResult:
@@ -240,6 +242,8 @@ def replay(stream: Stream, preset: str, *, tail: float = 1.0, **overrides: Any) 
         "dropped_stale": stale,
         "effective_rollouts": mean("effective_rollouts"),
         "top1_share": mean("top1_share"),
+        "effective_rollouts_forwarded": mean("effective_rollouts_forwarded"),
+        "top1_share_forwarded": mean("top1_share_forwarded"),
         "turns_per_rollout": mean("turns_per_rollout"),
         "dead_row_share": sum(line["dead_rows"] for line in updates) / rows if rows else None,
         "forwarded_tokens_rows": sum(line["forwarded_tokens_rows"] for line in updates),
@@ -252,27 +256,30 @@ def replay(stream: Stream, preset: str, *, tail: float = 1.0, **overrides: Any) 
 
 
 def _composition(update: int, batch: Any, unread: int) -> dict[str, float | int]:
-    tokens: Counter[int] = Counter()
+    trained: Counter[int] = Counter()
+    forwarded: Counter[int] = Counter()
     longest: dict[tuple[int, int], int] = {}
     for turn in batch.selected:
-        tokens[turn.rollout_id] += turn.seq_len
+        trained[turn.rollout_id] += turn.n_valid
+        forwarded[turn.rollout_id] += turn.seq_len
         key = (turn.rollout_id, turn.segment)
         longest[key] = max(longest.get(key, 0), turn.seq_len)
-    total = sum(tokens.values())
     return {
         "update": update,
         "rows": len(batch.selected),
-        "rollouts": len(tokens),
-        "turns_per_rollout": len(batch.selected) / len(tokens) if tokens else 0.0,
-        "effective_rollouts": effective_rollouts(dict(tokens)) if total else 0.0,
-        "top1_share": max(tokens.values()) / total if total else 0.0,
-        "dead_rows": sum(turn.n_valid == 0 for turn in batch.selected),
+        "rollouts": len(forwarded),
+        "turns_per_rollout": len(batch.selected) / max(len(forwarded), 1),
+        "effective_rollouts": effective_rollouts(trained),
+        "top1_share": top1_share(trained),
+        "effective_rollouts_forwarded": effective_rollouts(forwarded),
+        "top1_share_forwarded": top1_share(forwarded),
+        "dead_rows": sum(not turn.valid for turn in batch.selected),
         "dropped_stale": batch.dropped_stale,
         "pending": len(batch.pending),
         "unread": unread,
-        "forwarded_tokens_rows": total,
+        "forwarded_tokens_rows": sum(forwarded.values()),
         "forwarded_tokens_merged": sum(longest.values()),
-        "trained_tokens": sum(turn.n_valid for turn in batch.selected),
+        "trained_tokens": sum(trained.values()),
     }
 
 

@@ -10,20 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..metrics import wilson_interval
 from ..records import Run
 
-__all__ = ["Chart", "EvalPoint", "RunFigures", "Series", "charts_of", "collect", "wilson"]
-
-
-def wilson(successes: float, episodes: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a success rate (Wilson's score interval)."""
-    if episodes <= 0:
-        return 0.0, 1.0
-    rate = successes / episodes
-    scale = 1 + z * z / episodes
-    centre = (rate + z * z / (2 * episodes)) / scale
-    half = z * math.sqrt(rate * (1 - rate) / episodes + z * z / (4 * episodes * episodes)) / scale
-    return max(0.0, centre - half), min(1.0, centre + half)
+__all__ = ["Chart", "EvalPoint", "RunFigures", "Series", "charts_of", "collect"]
 
 
 @dataclass
@@ -61,7 +51,7 @@ class EvalPoint:
         if rate is None:
             return None
         episodes = int(line.get("episodes") or 0)
-        low, high = _interval(line) or wilson(rate * episodes, episodes)
+        low, high = _interval(line) or wilson_interval(round(rate * episodes), episodes)
         per_type = {}
         for name, value in (line.get("per_type") or {}).items():
             if isinstance(value, dict):
@@ -236,7 +226,7 @@ _TRAIN_CHARTS = [
     ("dead_rows", "Dead rows", "number", "Batch composition", "rows without a usable teacher score",
      [("dead_rows", "", "solid")]),
     ("pool", "Turns waiting", "number", "Pool and staleness", "pending in the pool; unread before it",
-     [("pool", "pending", "solid"), ("unread", "unread", "dashed")]),
+     [("pending", "pending", "solid"), ("unread", "unread", "dashed")]),
     ("stale", "Dropped as stale", "number", "Pool and staleness", "turns an update",
      [("dropped_stale", "", "solid")]),
 ]  # fmt: skip
@@ -265,7 +255,7 @@ def charts_of(runs: Sequence[RunFigures]) -> list[Chart]:
         if key == "dead_rows" and not any(any(s.y) for s in series):
             continue
         charts.append(Chart(key, title, "update", unit, series, note, group))
-    charts += [_staleness(runs), _idle(runs), _throughput(runs)]
+    charts += [_staleness(runs), _idle(runs), _seconds(runs), _speed(runs)]
     order = ["Success", "Learning", "Batch composition", "Pool and staleness", "Time"]
     charts = [chart for chart in charts if any(series.style != "flat" for series in chart.series)]
     return sorted(charts, key=lambda chart: order.index(chart.group))
@@ -312,11 +302,10 @@ def _rollout_success(runs: Sequence[RunFigures]) -> Chart:
     series = []
     for number, figures in enumerate(runs):
         points = [
-            (line["update"], line["success_recent"])
-            for line in figures.train + figures.explorer
-            if line.get("success_recent") is not None
+            (line["update"], line["success_rate"])
+            for line in figures.explorer
+            if line.get("success_rate") is not None and line.get("episodes")
         ]
-        points.sort(key=lambda point: point[0])
         series.append(_series(figures.label if len(runs) > 1 else "exploring", points, number))
     title, note = "Success while exploring", "recent training episodes, at the sampling temperature"
     return Chart("explore", title, "update", "share", [s for s in series if s.x], note, "Learning")
@@ -353,17 +342,18 @@ def _idle(runs: Sequence[RunFigures]) -> Chart:
             if line.get("wait_s") is not None and (line.get("learner_s") or 0) + line["wait_s"] > 0
         ]
         series.append(_series(f"{name}learner", points, number))
+        slots = figures.run.config.get("max_concurrent")
         points = [
-            (line["update"], line["idle_share"])
+            (line["update"], max(0.0, 1 - line["in_flight"] / slots))
             for line in figures.explorer
-            if line.get("idle_share") is not None
+            if slots and line.get("in_flight") is not None
         ]
         series.append(_series(f"{name}explorer", points, number, "dashed"))
     return Chart("idle", "Idle shares", "update", "share", [s for s in series if s.x],
-                 "learner: waiting for turns; explorer: engine without a request", "Time")  # fmt: skip
+                 "learner: waiting for turns; explorer: episode slots not in use", "Time")  # fmt: skip
 
 
-def _throughput(runs: Sequence[RunFigures]) -> Chart:
+def _seconds(runs: Sequence[RunFigures]) -> Chart:
     series = []
     for number, figures in enumerate(runs):
         points = [
@@ -373,3 +363,17 @@ def _throughput(runs: Sequence[RunFigures]) -> Chart:
         series.append(_series(figures.label if len(runs) > 1 else "seconds", points, number))
     series = [s for s in series if any(s.y)]
     return Chart("seconds", "Seconds per update", "update", "number", series, "learning and waiting", "Time")
+
+
+def _speed(runs: Sequence[RunFigures]) -> Chart:
+    series = []
+    for number, figures in enumerate(runs):
+        points = [
+            (line["update"], line["tokens_per_s"])
+            for line in figures.explorer
+            if line.get("tokens_per_s") is not None
+        ]
+        series.append(_series(figures.label if len(runs) > 1 else "exploring", points, number))
+    note = "written by the student while exploring"
+    series = [s for s in series if s.x]
+    return Chart("tokens_per_s", "Response tokens per second", "update", "number", series, note, "Time")

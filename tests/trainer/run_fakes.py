@@ -1,6 +1,7 @@
 """A run that looks like a run, made without models: for tests of what reads run directories."""
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -144,8 +145,21 @@ def fake_run(path, updates=20, preset="divopd", rows=16, load=1.6, seed=0, teach
                 loss=0.1,
                 grad_norm=1.0,
                 learning_rate=1e-4,
-                pool=len(batch.pending),
+                pool=batch.pool,
+                pending=len(batch.pending),
+                staleness={
+                    str(age): n
+                    for age, n in Counter(update - 1 - t.policy_version for t in batch.selected).items()
+                },
                 unread=composer.unread,
+            )
+            writer.write_metrics(
+                kind="explorer",
+                **when(update, 2.0 * update),
+                in_flight=int(rng.integers(10, 17)),
+                success_rate=0.2 + 0.6 * (1 - math.exp(-update / 12)),
+                episodes=rid,
+                tokens_per_s=300 + 20 * rng.random(),
             )
             if update % 4 == 0 or update == updates:
                 evaluate(update, 1.5 + 2.0 * update)

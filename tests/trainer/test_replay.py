@@ -25,6 +25,7 @@ def test_vanilla_on_the_known_stream():
     assert summary["gini"] == pytest.approx(4 / 9)
     assert summary["dropped_stale"] == 4 and summary["stale_share"] == pytest.approx(0.4)
     assert summary["effective_rollouts"] == 1 and summary["top1_share"] == 1
+    assert summary["effective_rollouts_forwarded"] == 1 and summary["top1_share_forwarded"] == 1
     assert summary["turns_per_rollout"] == 2
     assert summary["forwarded_tokens_rows"] == 30 + 70 + 30
     assert summary["forwarded_tokens_merged"] == 20 + 40 + 20
@@ -47,6 +48,14 @@ def test_dead_rows_take_rows_in_vanilla_and_never_after_the_gate():
     stream = Stream([(1, [light(0, 0, 0, False), light(0, 1, 0), light(1, 0, 0)])], dict(SETTINGS))
     assert replay(stream, "vanilla").summary["dead_row_share"] == 0.5
     assert replay(stream, "gate-only").summary["dead_row_share"] == 0
+
+
+def test_composition_counts_trained_tokens_and_forwarded_tokens_apart():
+    stream = Stream([(1, [light(0, 0, 0), light(1, 2, 0)])], dict(SETTINGS))
+    summary = replay(stream, "divopd").summary
+    assert summary["effective_rollouts"] == pytest.approx(2)
+    assert summary["effective_rollouts_forwarded"] == pytest.approx(1 / (0.25**2 + 0.75**2))
+    assert summary["top1_share_forwarded"] == pytest.approx(0.75)
 
 
 def test_an_empty_stream_has_no_figures_and_no_crash():

@@ -7,7 +7,7 @@ from run_fakes import fake_rollout, fake_run
 
 from divopd_trainer.records import RecordError, RunWriter, read_run
 from divopd_trainer.report import write_report
-from divopd_trainer.report.collect import EvalPoint, charts_of, collect, wilson
+from divopd_trainer.report.collect import EvalPoint, charts_of, collect
 from divopd_trainer.report.episodes import Thinning, depth_band, scan_rollouts
 from divopd_trainer.report.svg import format_number, ticks
 
@@ -129,12 +129,6 @@ def test_both_forms_of_per_type_results_are_read(form):
 def test_a_recorded_interval_is_kept():
     point = EvalPoint.from_line({"success_rate": 0.5, "episodes": 4, "success_ci": [0.2, 0.8]})
     assert (point.low, point.high) == (0.2, 0.8)
-
-
-def test_wilson_interval():
-    low, high = wilson(50, 100)
-    assert (low, high) == (pytest.approx(0.4038, abs=1e-3), pytest.approx(0.5962, abs=1e-3))
-    assert wilson(0, 20)[0] == 0 and wilson(20, 20)[1] == 1
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 10, 11, 97, 1000])
