@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,40 +19,14 @@ from safetensors.torch import load_file, save_file
 
 from divopd_gym.errors import DivOPDError
 
-__all__ = [
-    "WeightsError",
-    "clean_policies",
-    "load_policy",
-    "policy_path",
-    "read_policy",
-    "weights_dir",
-    "write_policy",
-]
+__all__ = ["WeightsError", "load_policy", "read_policy", "write_policy"]
 
-_NAME = re.compile(r"policy-(\d+)\.safetensors")
 # Parts of a name that wrappers add at any depth; distributed data parallel adds `module.` in front.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.")
 
 
 class WeightsError(DivOPDError, ValueError):
     """Weights that do not belong to the model, or a file that cannot be read."""
-
-
-def weights_dir(run_dir: str | Path | None = None) -> Path:
-    """A new private directory for policy files: in shared memory where there is some, else in the run directory."""
-    shared = Path("/dev/shm")
-    if shared.is_dir() and os.access(shared, os.W_OK):
-        return Path(tempfile.mkdtemp(prefix="divopd-", dir=shared))
-    if run_dir is None:
-        return Path(tempfile.mkdtemp(prefix="divopd-"))
-    path = Path(run_dir) / ".weights"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def policy_path(directory: str | Path, version: int) -> Path:
-    """Where the file of one policy version lies."""
-    return Path(directory) / f"policy-{version:08d}.safetensors"
 
 
 def write_policy(
@@ -65,8 +38,8 @@ def write_policy(
     """Write one policy version; a reader sees the whole file or none.
 
     Args:
-        named_tensors: Parameters, as of ``model.named_parameters()`` or ``model.state_dict()``. A tensor that
-            appears under several names (tied weights) is written once, under the first.
+        named_tensors: Parameters, as of ``model.named_parameters()`` or ``model.state_dict()``. In a mapping a
+            tensor under several names (tied weights) is written once, under the first.
         directory: Where; made if absent.
         version: Completed updates.
         dtype: Convert to this type; None keeps each tensor's own.
@@ -74,20 +47,22 @@ def write_policy(
     Returns:
         The file's path.
     """
-    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    # Only in a mapping are all tensors alive at once; of an iterator's, a freed one's address may be used again.
+    once = isinstance(named_tensors, Mapping)
     tensors: dict[str, torch.Tensor] = {}
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in items:
+    seen: set[tuple[Any, ...]] = set()
+    for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
         tensor = tensor.detach()
-        # Views of one storage may start at the same place with another shape; those are not the same weights.
-        identity = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and identity in seen:
-            continue
-        seen[identity] = name
+        if once and tensor.numel():
+            # Views of one storage may start at the same place with another shape; those are not the same weights.
+            identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            if identity in seen:
+                continue
+            seen.add(identity)
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        # A copy where the tensor is a view: safetensors refuses tensors that share a storage.
+        # A copy, because safetensors refuses tensors that share a storage.
         tensors[_plain(name)] = tensor.to("cpu", wanted, copy=True).contiguous()
-    path = policy_path(directory, version)
+    path = Path(directory) / f"policy-{version:08d}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=".policy-", dir=path.parent)
     os.close(handle)
@@ -184,18 +159,6 @@ def load_policy(model: Any, source: str | Path | Mapping[str, torch.Tensor]) -> 
         name = next(n for n in names if n in given)
         parameters[key].copy_(given[name])
     return len(aliases)
-
-
-def clean_policies(directory: str | Path, keep: Iterable[int]) -> list[Path]:
-    """Delete the policy files of all versions but `keep`; returns what was deleted."""
-    wanted = set(keep)
-    gone = []
-    for path in Path(directory).glob("policy-*.safetensors"):
-        match = _NAME.fullmatch(path.name)
-        if match and int(match.group(1)) not in wanted:
-            path.unlink(missing_ok=True)
-            gone.append(path)
-    return gone
 
 
 def _plain(name: str) -> str:
