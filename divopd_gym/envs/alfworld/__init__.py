@@ -1,0 +1,1 @@
+"""ALFWorld: household tasks in text, from the benchmark's games or in houses made on the spot."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 from divopd_gym.envs.alfworld.engine import NOTHING_HAPPENS
-from divopd_gym.envs.alfworld.world import HOLDS
+from divopd_gym.envs.alfworld.world import HOLDS, LAMP, LAMP_STANDS, OPENABLE
 
 _THING = r"[a-z]+ \d+"
 _ROOM = re.compile(r"Looking quickly around you, you see (.+?)\.")
@@ -38,7 +38,13 @@ _GOALS = (
     ("put", r"put (?:a|some) (?P<obj>[a-z]+) (?:in|on) (?P<recep>[a-z]+)"),
 )
 _TOOL = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
+_OPENABLE = frozenset(kind.lower() for kind in OPENABLE)
 _HOLDS = {kind.lower(): frozenset(o.lower() for o in held) for kind, held in HOLDS.items()}
+
+_MAY_HOLD = {
+    kind: held | {LAMP.lower()} if kind in {stand.lower() for stand in LAMP_STANDS} else held
+    for kind, held in _HOLDS.items()
+}
 
 
 def _type(thing: str) -> str:
@@ -276,8 +282,10 @@ class SearchExpert:
             return left[0]
         return min(left, key=lambda r: (self._cost(r, wanted), self.receptacles.index(r)))
 
-    def _cost(self, receptacle: str, wanted: str) -> float:
-        return 0.0
+    def _cost(self, receptacle: str, wanted: str) -> int:
+        """How late to look there: last where such a thing never lies, later where one has to open."""
+        kind = _type(receptacle)
+        return 2 * (wanted not in _MAY_HOLD.get(kind, ())) + (kind in _OPENABLE)
 
 
 def _read_goal(sentence: str) -> tuple[str, str, str] | None:

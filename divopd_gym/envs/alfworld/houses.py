@@ -55,6 +55,7 @@ class HouseFamily:
         shared_places: chance that a cabinet or drawer stands at the same place as the one before it, as in the real
             rooms, where one cannot "go to" the other then.
         task_types: what may be asked in these houses.
+        search: how the expert goes about: ``listed`` (in the order of the room text) or ``likely`` places first.
 
     Raises:
         ConfigError: an unknown type name or an empty range.
@@ -71,6 +72,7 @@ class HouseFamily:
     wordings: int = 2
     shared_places: float = 0.0
     task_types: tuple[str, ...] = TASK_TYPES
+    search: str = "listed"
 
     def __post_init__(self):
         for label, given, known in (
@@ -88,6 +90,8 @@ class HouseFamily:
                 raise ConfigError(
                     f"house family {self.name!r}: {label}={(low, high)} is no range; give (least, most), 1 or more"
                 )
+        if self.search not in ("listed", "likely"):
+            raise ConfigError(f"house family {self.name!r}: search={self.search!r}; choose listed or likely")
         if self.wordings not in (1, 2):
             raise ConfigError(f"house family {self.name!r}: wordings={self.wordings}; it must be 1 or 2")
 
@@ -130,7 +134,7 @@ FAMILIES: dict[str, HouseFamily] = {
             wordings=1,
         ),
         HouseFamily("small", (8, 12), (6, 10), tuple([*_ROOMS, "Dresser", "Sofa"]), per_receptacle_type=3),
-        HouseFamily("medium", (12, 18), (12, 20), per_receptacle_type=5, per_object_type=3),
+        HouseFamily("medium", (12, 18), (12, 20), per_receptacle_type=5, per_object_type=3, search="likely"),
         HouseFamily(
             "large", (20, 30), (25, 40), per_receptacle_type=10, per_object_type=4, shared_places=0.3
         ),
