@@ -45,7 +45,13 @@ class ChatCodec:
                 "agents need one. Use an instruction-tuned checkpoint, or set tokenizer.chat_template to the "
                 "template that the model was trained with and save it beside the model."
             )
-        text = self._render([("user", _A), ("assistant", _B), ("user", _C)], open_reply=True)
+        try:
+            text = self._render([("user", _A), ("assistant", _B), ("user", _C)], open_reply=True)
+        except Exception as error:
+            raise ConfigError(
+                f"The chat template failed on a user, an assistant and a user message of plain text: {error}. "
+                "Expected a template for text chat; set tokenizer.chat_template to one."
+            ) from error
         _, found_b, after_reply = text.partition(_B)
         between, found_c, rest = after_reply.partition(_C)
         if not (found_b and found_c):

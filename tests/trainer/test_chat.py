@@ -137,3 +137,8 @@ def test_template_that_drops_replies_is_refused():
                 "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
             )
         )
+
+
+def test_template_that_fails_on_plain_text_is_refused():
+    with pytest.raises(ConfigError, match="plain text"):
+        ChatCodec(tokenizer_of("{% for m in messages %}{{ m.content[0].text.strip() }}{% endfor %}"))
