@@ -125,4 +125,6 @@ def _shared_vocabulary(config: ExplorerConfig, tokenizer: Any) -> np.ndarray | N
             "compare it with the student's. Save the tokenizer into the teacher's directory."
         ) from error
     report = compare_tokenizers(tokenizer, teachers)
-    return report.shared_ids
+    # The start-up check of the trainer decides on the end of turn; here only what would be nonsense is refused.
+    report.check(config.tokenizer_mismatch_limit, allow_other_end=True)
+    return report.shared

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from divopd_gym.errors import ConfigError, DivOPDError
 
 from ..controller import Controller, StudentOnly
 from ..engines.base import GenerateRequest, Generation, TokenScores
+from ..seeds import episode_seed, request_seed
 from ..turns import Actor, Rollout, Segment, StopReason, Turn, make_turn, score_turn
 
 __all__ = ["EpisodeFailure", "EpisodeLimits", "history_window", "renumber", "run_episode", "score_rollout"]
@@ -260,7 +260,7 @@ class _Episode:
             self.timings[timing] += time.monotonic() - begun
 
     async def play(self, setting: Controller, max_turns: int, update: int, evaluating: bool) -> Rollout:
-        seed = _seed("episode", self.run_seed, self.task, self.attempt, bits=31)
+        seed = episode_seed(self.run_seed, str(self.task), self.attempt)
         observation, info = await self.timed(
             "the reset", "reset_s", self.env.reset(task=self.task, seed=seed)
         )
@@ -347,7 +347,7 @@ class _Episode:
             prompt_ids=self.segment.token_ids,
             max_tokens=room,
             temperature=self.temperature,
-            seed=_seed("turn", self.run_seed, task, self.attempt, turn),
+            seed=request_seed(self.run_seed, task, self.attempt, turn),
             cache_key=self.cache_key if self.window is None else None,
             greedy=self.greedy,
             stop_ids=tuple(self.codec.end_of_turn_ids),
@@ -405,12 +405,6 @@ class _Episode:
             text = self.prompt.user(turn, observation, info, self.past)
             closed = self.codec.closes(self.last_response)
             self.segment.append(self.codec.extend(text, closed=closed))
-
-
-def _seed(*parts: Any, bits: int = 63) -> int:
-    """A number of so many bits that depends on all parts."""
-    text = "\x1f".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> (64 - bits)
 
 
 def _with_action_invalid(turn: Turn) -> Turn:

@@ -3,7 +3,9 @@
 A turn of version v may train at updates v+1 ... v+delta. When u batches are composed, ``v + delta - u`` updates are
 left for a turn written now, and each takes B turns. So an episode is begun only while all turns that are already
 outstanding, plus those it is expected to bring, fit into ``load * B * (v + delta - u)``. Outstanding are: valid turns
-with the learner that may still train, those on their way, and those expected of the episodes in flight.
+with the learner that may still train, those on their way, and those expected of the episodes in flight. Lengths
+vary, and what does not fit is thrown away; so a margin is left, of `margin` standard deviations of what is not yet
+known. A learner that waits for the rest gets it from the newest weights, with an update more to live.
 
 Whatever that says, an episode is begun when the learner waits and what is in flight cannot fill its batch. So
 nothing can deadlock, at any staleness and batch size.
@@ -11,6 +13,7 @@ nothing can deadlock, at any staleness and batch size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from divopd_gym.errors import ConfigError
@@ -36,7 +39,8 @@ class Pacer:
         max_concurrent: Episodes in flight.
         expected_turns: Turns of an episode before any has ended.
         version: Version of the weights loaded at first.
-        ema: Weight of a new episode in the expected number of turns.
+        ema: Weight of a new episode in the expected number of turns and its spread.
+        margin: Standard deviations to leave free.
     """
 
     def __init__(
@@ -48,7 +52,8 @@ class Pacer:
         max_concurrent: int = 16,
         expected_turns: float = 15.0,
         version: int = 0,
-        ema: float = 0.1,
+        ema: float = 0.05,
+        margin: float = 2.0,
     ) -> None:
         if batch_rows < 1 or max_concurrent < 1 or max_staleness < 0 or (load is not None and load <= 0):
             raise ConfigError(
@@ -60,8 +65,8 @@ class Pacer:
         self.version = version
         self.composed = version
         self.expected_turns = float(expected_turns)
-        self._ema = ema
-        self._ended = 0
+        self._variance = (expected_turns / 2.0) ** 2
+        self._ema, self._margin = ema, margin
         self._flights: dict[int, _Flight] = {}
         self._sent = 0
         self._with_learner = 0
@@ -91,9 +96,10 @@ class Pacer:
         if valid_turns is None:
             return
         self._sent += valid_turns if usable is None else usable
-        self._ended += 1
-        weight = max(self._ema, 1.0 / self._ended)
-        self.expected_turns += weight * (valid_turns - self.expected_turns)
+        # A constant weight from the first on: short episodes end first, and must not stand for all at the start.
+        off = valid_turns - self.expected_turns
+        self.expected_turns += self._ema * off
+        self._variance = (1 - self._ema) * (self._variance + self._ema * off * off)
 
     def pool(self, *, composed: int, available: int, wanted: int, received: int) -> None:
         """The learner reports.
@@ -155,4 +161,7 @@ class Pacer:
         """Whether to begin an episode now."""
         if self.in_flight >= self.max_concurrent:
             return False
-        return self.hungry or self.outstanding + max(1.0, self.expected_turns) <= self.allowed
+        if self.hungry:
+            return True
+        unknown = self._margin * math.sqrt((self.in_flight + 1) * self._variance)
+        return self.outstanding + max(1.0, self.expected_turns) + unknown <= self.allowed

@@ -134,6 +134,7 @@ class Explorer:
         self.engines: Engines
         self.schedule: TaskSchedule
         self._eval_student: Any = None
+        self._asked: set[int] = set()
         self._eval_lock = asyncio.Lock()
         self._policy = policy
         self._policy_event = asyncio.Event()
@@ -300,7 +301,8 @@ class Explorer:
                 self.schedule.state_dict(), self.next_rollout_id, dict(self.counters.totals)
             )
             self.channel.send(StateReply(message.request_id, state.to_dict()))
-        elif isinstance(message, Evaluate):
+        elif isinstance(message, Evaluate) and message.request_id not in self._asked:
+            self._asked.add(message.request_id)
             self._job(self._evaluate(message))
 
     async def _load_policies(self) -> None:
