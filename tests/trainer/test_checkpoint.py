@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from learner_fakes import random_rollout
 
 from divopd_gym.errors import ConfigError
 from divopd_trainer.checkpoint import (
@@ -15,7 +16,6 @@ from divopd_trainer.checkpoint import (
 )
 from divopd_trainer.composer import BatchComposer
 from divopd_trainer.run_dir import RunDir
-from learner_fakes import random_rollout
 
 
 def make_checkpoint(root, number, content="weights"):
