@@ -114,23 +114,12 @@ FAMILIES: dict[str, HouseFamily] = {
     for family in (
         HouseFamily(
             "tiny",
-            receptacle_types=tuple(_ROOMS),
-            object_types=tuple(
-                [
-                    "Apple",
-                    "Book",
-                    "Bowl",
-                    "CellPhone",
-                    "Cup",
-                    "Egg",
-                    "KeyChain",
-                    "Mug",
-                    "Pen",
-                    "Plate",
-                    "Potato",
-                    "Tomato",
-                ]
+            receptacles=(5, 6),
+            objects=(3, 4),
+            receptacle_types=tuple(
+                ["Cabinet", "CounterTop", "Desk", "Drawer", "Fridge", "Microwave", "Shelf", "SinkBasin"]
             ),
+            object_types=tuple(["Apple", "Book", "CellPhone", "Egg", "Mug", "Pen", "Plate", "Tomato"]),
             wordings=1,
         ),
         HouseFamily("small", (8, 12), (6, 10), tuple([*_ROOMS, "Dresser", "Sofa"]), per_receptacle_type=3),
