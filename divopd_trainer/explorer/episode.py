@@ -23,6 +23,7 @@ from ..controller import Controller, StudentOnly
 from ..engines.base import GenerateRequest, Generation, TokenScores
 from ..seeds import episode_seed, request_seed
 from ..turns import Actor, Rollout, Segment, StopReason, Turn, make_turn, score_turn
+from .deadline import within
 
 __all__ = ["EpisodeFailure", "EpisodeLimits", "history_window", "renumber", "run_episode", "score_rollout"]
 
@@ -207,7 +208,7 @@ async def score_rollout(
             rollout.turns[place] = _scored(turn, found, teacher_vocabulary)
 
     try:
-        await asyncio.wait_for(asyncio.gather(*map(score_segment, by_segment.values())), timeout_s)
+        await within(timeout_s, asyncio.gather(*map(score_segment, by_segment.values())))
     except asyncio.TimeoutError:
         raise EpisodeFailure(
             f"The teacher did not score rollout {rollout.rollout_id} of task {rollout.task!r} within "
@@ -249,7 +250,7 @@ class _Episode:
         """Await within the episode's deadline."""
         begun = time.monotonic()
         try:
-            return await asyncio.wait_for(call, self.time_left())
+            return await within(self.time_left(), call)
         except asyncio.TimeoutError:
             raise EpisodeFailure(
                 f"Episode of task {self.task!r} (attempt {self.attempt}) was still waiting for {what} in turn "

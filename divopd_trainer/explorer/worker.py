@@ -23,6 +23,7 @@ from ..turns import Rollout
 from .channel import Channel, end_with_parent
 from .config import ExplorerConfig
 from .counters import Counters
+from .deadline import within
 from .engines import Engines, build_engines, import_factory
 from .episode import renumber, run_episode, score_rollout
 from .messages import (
@@ -174,7 +175,7 @@ class Explorer:
     async def _start_and_play(self) -> None:
         config = self.config
         try:
-            await asyncio.wait_for(self._start(), config.start_timeout_s)
+            await within(config.start_timeout_s, self._start())
         except asyncio.TimeoutError:
             raise ExplorerError(
                 f"Models and environments were not ready within {config.start_timeout_s:.0f} s; raise start_timeout_s, "
@@ -227,7 +228,7 @@ class Explorer:
         for pool in (self.pool, self.eval_pool):
             if pool is not None:
                 with contextlib.suppress(Exception):
-                    await asyncio.wait_for(pool.close(), 5.0)
+                    await within(5.0, pool.close())
 
     def kill_workers(self) -> None:
         """End every environment worker at once; for when nothing else works."""
@@ -254,9 +255,9 @@ class Explorer:
         )
 
     async def _call(self, pool: Any, name: str) -> Any:
-        handle = await asyncio.wait_for(pool.acquire(), self.config.start_timeout_s)
+        handle = await within(self.config.start_timeout_s, pool.acquire())
         try:
-            return await asyncio.wait_for(handle.call(name), self.config.reset_timeout_s)
+            return await within(self.config.reset_timeout_s, handle.call(name))
         finally:
             pool.release(handle)
 
@@ -316,8 +317,8 @@ class Explorer:
     async def _load(self, asked: SetPolicy) -> None:
         self.update = asked.update
         try:
-            await asyncio.wait_for(
-                self.engines.student.load_weights(asked.path, asked.version), self.config.load_timeout_s
+            await within(
+                self.config.load_timeout_s, self.engines.student.load_weights(asked.path, asked.version)
             )
         except Exception as error:
             if self._policy is not asked:
@@ -344,7 +345,7 @@ class Explorer:
                 self.pacer.begin(self._serial)
                 self._job(self._episode(self._serial, ticket))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), 1.0)
+                await within(1.0, self._wake.wait())
 
     async def _episode(self, key: int, ticket: Ticket) -> None:
         """Play one ticket to its end, whatever that is."""
@@ -375,7 +376,7 @@ class Explorer:
     async def _play(self, key: int, ticket: Ticket) -> tuple[Any, bool]:
         config, engines = self.config, self.engines
         deadline = time.monotonic() + config.episode_timeout_s
-        handle = await asyncio.wait_for(self.pool.acquire(), config.episode_timeout_s)
+        handle = await within(config.episode_timeout_s, self.pool.acquire())
         try:
             rollout = await run_episode(
                 rollout_id=key,
@@ -446,7 +447,7 @@ class Explorer:
     async def _evaluate(self, asked: Evaluate) -> None:
         try:
             async with self._eval_lock:
-                result = await asyncio.wait_for(self._play_evaluation(asked), self.config.eval_timeout_s)
+                result = await within(self.config.eval_timeout_s, self._play_evaluation(asked))
             self.counters.add("evaluations")
             self.channel.send(EvalDone(asked.request_id, result, None, asked.version))
         except asyncio.CancelledError:
@@ -465,15 +466,13 @@ class Explorer:
             if self.engines.make_eval_student is None:
                 raise ExplorerError("This engine cannot evaluate: its factory gives no make_eval_student.")
             self._eval_student = await asyncio.to_thread(self.engines.make_eval_student)
-        await asyncio.wait_for(
-            self._eval_student.load_weights(asked.path, asked.version), config.load_timeout_s
-        )
+        await within(config.load_timeout_s, self._eval_student.load_weights(asked.path, asked.version))
         pool, concurrency = self.pool, max(1, config.workers // 2)
         if config.eval_env_kwargs is not None and config.eval_env_kwargs != config.env_kwargs:
             concurrency = config.eval_workers or config.workers
             if self.eval_pool is None:
                 self.eval_pool = self._make_pool(config.eval_env_kwargs, concurrency)
-                await asyncio.wait_for(self.eval_pool.start(), config.start_timeout_s)
+                await within(config.start_timeout_s, self.eval_pool.start())
             pool = self.eval_pool
         tasks = list(asked.tasks) if asked.tasks is not None else list(await self._call(pool, "tasks"))
         outcome = await evaluate(

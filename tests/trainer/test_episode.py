@@ -204,7 +204,7 @@ def test_caches_are_forgotten_however_the_episode_ends():
 
 def test_seed_of_a_request_is_unique_and_the_same_in_a_replay():
     seeds = {}
-    for run_seed in range(3):
+    for run_seed in range(2):
         for task in ("2/0", "3/1", "4/2"):
             for attempt in range(3):
                 student = FakeStudent(skill=0.5)
@@ -215,7 +215,7 @@ def test_seed_of_a_request_is_unique_and_the_same_in_a_replay():
                 assert [r.seed for r in again.requests] == seeds[run_seed, task, attempt]
                 assert [t.action for t in replayed.turns] == [t.action for t in rollout.turns]
     flat = [s for some in seeds.values() for s in some]
-    assert len(set(flat)) == len(flat) > 60
+    assert len(set(flat)) == len(flat) > 40
 
 
 def test_teacher_turns_stay_in_the_history_and_never_train():
