@@ -28,6 +28,14 @@ __all__ = ["EnvError", "EnvHandle", "EnvPool"]
 
 _CLOSE_GRACE_S = 2.0
 _MAX_BACKOFF_S = 5.0
+# What the environments import only when they are built: about a second of CPU that the fork server pays once.
+_LATE_IMPORTS = {
+    "divopd_gym/ALFWorld-v0": (
+        "textworld.envs.pddl.logic",
+        "textworld.envs.pddl.textgen",
+        "fast_downward.interface",
+    ),
+}
 
 
 class EnvHandle:
@@ -409,4 +417,5 @@ def _modules_of(env_id: str | Callable[..., gymnasium.Env]) -> list[str]:
         spec = gymnasium.registry.get(env_id)
         if spec is not None and isinstance(spec.entry_point, str):
             modules.append(spec.entry_point.partition(":")[0])
+        modules.extend(_LATE_IMPORTS.get(env_id, ()))
     return modules

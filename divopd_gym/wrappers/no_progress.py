@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gymnasium
 
+from divopd_gym.core import DoneReason
 from divopd_gym.wrappers.progress import ProgressCounter, check_count
 
 __all__ = ["NoProgress"]
@@ -47,5 +48,5 @@ class NoProgress(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
         info = {**info, "no_progress": self._counter.count}
         over = terminated or truncated
         if not over and self.patience is not None and self._counter.count >= self.patience:
-            truncated, info["done_reason"] = True, "no_progress"
+            truncated, info["done_reason"] = True, DoneReason.NO_PROGRESS.value
         return observation, float(reward), terminated, truncated, info

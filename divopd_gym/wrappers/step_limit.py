@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gymnasium
 
+from divopd_gym.core import DoneReason
 from divopd_gym.wrappers.progress import check_count
 
 __all__ = ["StepLimit"]
@@ -38,5 +39,5 @@ class StepLimit(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._turns += 1
         if self._turns >= self.max_turns and not (terminated or truncated):
-            truncated, info = True, {**info, "done_reason": "turn_limit"}
+            truncated, info = True, {**info, "done_reason": DoneReason.TURN_LIMIT.value}
         return observation, float(reward), terminated, truncated, info

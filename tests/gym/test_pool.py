@@ -530,3 +530,33 @@ def test_blocking_pool_does_the_same_without_asyncio():
     with pytest.raises(PoolError, match="not running"):
         pool.acquire()
     assert isinstance(EnvPool.sync(FAKE), SyncEnvPool)
+
+
+@pytest.mark.env
+def test_four_real_episodes_in_parallel_equal_the_same_four_in_series():
+    pytest.importorskip("textworld")
+    arguments = ("divopd_gym/ALFWorld-v0", {"split": "generated", "family": "tiny"})
+
+    async def play(env, task):
+        heard = [await env.reset(task)]
+        over = False
+        while not over:
+            action = await env.expert_act()
+            heard.append((action, *await env.step(action)))
+            over = heard[-1][3] or heard[-1][4]
+        return heard
+
+    async def work(workers):
+        async with EnvPool(*arguments, workers) as pool:
+            async with pool.lend() as env:
+                tasks = list(await env.call("tasks"))[:4]
+
+            async def one(task):
+                async with pool.lend() as env:
+                    return await play(env, task)
+
+            return await asyncio.gather(*map(one, tasks))
+
+    parallel, series = run(work(4)), run(work(1))
+    assert parallel == series
+    assert all(episode[-1][5]["success"] for episode in parallel)
