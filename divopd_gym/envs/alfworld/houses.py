@@ -125,7 +125,13 @@ FAMILIES: dict[str, HouseFamily] = {
         HouseFamily("small", (8, 12), (6, 10), tuple([*_ROOMS, "Dresser", "Sofa"]), per_receptacle_type=3),
         HouseFamily("medium", (12, 18), (12, 20), per_receptacle_type=5, per_object_type=3, search="likely"),
         HouseFamily(
-            "large", (20, 30), (25, 40), per_receptacle_type=10, per_object_type=4, shared_places=0.3
+            "large",
+            (20, 30),
+            (25, 40),
+            per_receptacle_type=10,
+            per_object_type=4,
+            shared_places=0.3,
+            search="likely",
         ),
     )
 }
