@@ -226,3 +226,35 @@ def test_a_registered_style_is_found_by_its_environment_only():
     register_prompt("mine/Env-v0", "mine", ThinkPrompt)
     assert "mine" in prompt_styles("mine/Env-v0")
     assert "mine" not in prompt_styles(ALF)
+
+
+@pytest.mark.env
+def test_styles_fit_the_real_environment_and_its_grammar():
+    pytest.importorskip("textworld")
+    import gymnasium
+
+    import divopd_gym  # noqa: F401  (registers the ids)
+
+    env = gymnasium.make(ALF, split="generated", family="tiny")
+    observation, info = env.reset(seed=3)
+    prompts = {style: get_prompt(ALF, style) for style in STYLES}
+    tiny = prompts["tiny"].user(0, observation, info, [])
+    room, goal = tiny.split("\n")
+    assert goal == info["goal"].lower()
+    assert room.startswith("a ") and room in observation
+    expert, past = env.unwrapped.expert(), []
+    expert.reset(observation, info)
+    for turn in range(30):
+        shown = prompts["think"].user(turn, observation, info, past)
+        assert all(f"'{a}'" in shown for a in info["admissible_actions"] if a != "help")
+        assert "'help'" not in shown
+        action = expert.act()
+        for prompt in prompts.values():
+            parsed = prompt.parse(prompt.reply(action), info)
+            assert (parsed.action, parsed.valid) == (action, True)
+        past.append((observation, action))
+        observation, _, terminated, truncated, info = env.step(action)
+        expert.observe(action, observation, info)
+        if terminated or truncated:
+            break
+    assert info["success"]
