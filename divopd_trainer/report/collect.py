@@ -5,6 +5,7 @@ Everything is optional: what a run did not record is left out of the page, never
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from ..metrics import wilson_interval
 from ..records import Run
 
 __all__ = ["Chart", "EvalPoint", "RunFigures", "Series", "charts_of", "collect"]
+
+TEACHER_FILE = "teacher_eval.json"
+"""Where `divopd eval --policy teacher --out` is expected in a run directory."""
 
 
 @dataclass
@@ -132,7 +136,8 @@ def collect(run: Run, label: str | None = None, teacher: dict[str, Any] | None =
     Args:
         run: From `divopd_trainer.records.read_run`.
         label: Defaults to the directory's name.
-        teacher: An evaluation of the teacher from elsewhere (the JSON of ``divopd eval``).
+        teacher: An evaluation of the teacher (the JSON of ``divopd eval``); by default the one that lies in the
+            run directory as teacher_eval.json, or the last eval line with ``who: teacher``.
     """
     train = run.lines("train")
     cumulative: list[tuple[int, int]] = []
@@ -149,6 +154,12 @@ def collect(run: Run, label: str | None = None, teacher: dict[str, Any] | None =
         point = EvalPoint.from_line(line, trained_until(line["update"]))
         if point is not None:
             (teachers if _is_teacher(line) else evals).append(point)
+    beside = run.path / TEACHER_FILE
+    if teacher is None and beside.exists():
+        try:
+            teacher = json.loads(beside.read_text("utf-8"))
+        except ValueError:
+            run.notices.append(f"{beside} is no JSON; the teacher's evaluation is left out.")
     given = EvalPoint.from_line(teacher) if teacher else None
     # Evaluations run beside training, so their lines need not come in the order of their updates.
     evals.sort(key=lambda point: point.update)

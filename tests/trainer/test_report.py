@@ -44,6 +44,16 @@ def test_the_headline_gives_teacher_before_and_after_with_intervals(run_dir):
         assert point.low < point.rate < point.high
 
 
+def test_a_teachers_evaluation_beside_the_run_is_found(tmp_path):
+    path = fake_run(tmp_path / "run", updates=2, teacher=False)
+    assert collect(read_run(path)).teacher is None
+    (path / "teacher_eval.json").write_text('{"success_rate": 0.75, "episodes": 100}')
+    assert collect(read_run(path)).teacher.rate == 0.75
+    (path / "teacher_eval.json").write_text("{")
+    run = read_run(path)
+    assert collect(run).teacher is None and "no JSON" in run.notices[0]
+
+
 def test_evaluations_stand_at_the_tokens_trained_before_them(run_dir):
     figures = collect(read_run(run_dir))
     per_update = {line["update"]: line["trained_tokens"] for line in figures.train}

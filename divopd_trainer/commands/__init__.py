@@ -1,0 +1,1 @@
+"""One module a command of `divopd`; each has ``main(argv) -> int``."""
