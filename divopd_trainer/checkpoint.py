@@ -41,7 +41,6 @@ class SideState:
         wall_s: Seconds the run has taken so far.
         explorer: `ExplorerState` as JSON values, or None when there was none to ask.
         composer: `BatchComposer.state_dict()`.
-        buffered: Rollouts that had arrived and were not yet given to the composer.
         counters: Counters of the collator and the trainer.
         more: Anything else; JSON values only.
     """
@@ -52,7 +51,6 @@ class SideState:
     wall_s: float = 0.0
     explorer: dict[str, Any] | None = None
     composer: dict[str, Any] = field(default_factory=dict)
-    buffered: list[Rollout] = field(default_factory=list)
     counters: dict[str, Any] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -83,9 +81,6 @@ def save_side_state(folder: Path, state: SideState) -> None:
     with FrameLogWriter(target / "held.jsonl.zst") as log:
         for rollout in held.values():
             log.write(rollout_to_dict(rollout))
-    with FrameLogWriter(target / "buffered.jsonl.zst") as log:
-        for rollout in state.buffered:
-            log.write(rollout_to_dict(rollout))
     (target / "state.json").write_text(json.dumps(record), encoding="utf-8")
 
 
@@ -104,7 +99,6 @@ def load_side_state(folder: Path) -> SideState:
                 "that wrote it."
             )
         held = [rollout_from_dict(item) for item in read_frames(source / "held.jsonl.zst")]
-        buffered = [rollout_from_dict(item) for item in read_frames(source / "buffered.jsonl.zst")]
         turns = {(turn.rollout_id, turn.index): turn for rollout in held for turn in rollout.turns}
         composer = dict(record["composer"])
         composer["pending"] = [(seen, _find(turns, rid, index)) for seen, rid, index in record["pending"]]
@@ -123,7 +117,6 @@ def load_side_state(folder: Path) -> SideState:
         wall_s=record["wall_s"],
         explorer=record["explorer"],
         composer=composer,
-        buffered=buffered,
         counters=record["counters"],
         more=record["more"],
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -174,10 +174,17 @@ class TurnCollator:
         """Whether the explorer will send no more rollouts."""
         return bool(getattr(self.source, "exhausted", False))
 
-    def drain(self) -> int:
-        """Take over everything that has arrived, without waiting; returns the number of rollouts."""
+    def drain(self, before: int | None = None) -> int:
+        """Take over what has arrived, without waiting; returns the number of rollouts.
+
+        Args:
+            before: Leave rollouts with this id or a later one: a checkpoint's explorer will play them again.
+        """
         count = 0
         while (rollout := self._next(0.0)) is not None:
+            if before is not None and rollout.rollout_id >= before:
+                self._held_back.insert(0, rollout)
+                break
             self._take(rollout)
             count += 1
         return count
@@ -315,39 +322,20 @@ class TurnCollator:
 
     # Checkpoints.
 
-    def buffered(self, before: int | None = None) -> list[Rollout]:
-        """Rollouts that arrived and were not yet taken over; they stay.
-
-        Args:
-            before: Only those with a smaller id: later ones are played again after a resume.
-        """
-        while True:
-            try:
-                self._held_back.append(self.source.rollout_buffer.get_nowait())
-            except queue.Empty:
-                break
-        return [r for r in self._held_back if before is None or r.rollout_id < before]
-
     def state_dict(self) -> dict[str, Any]:
-        """Counters as JSON values; the composer and the buffered rollouts are kept beside them."""
+        """Counters as JSON values; the composer's state is kept beside them."""
         return {
             "counters": dict(self.counters),
             "usage": self._usage.state(),
             "arrivals": [[turn.rollout_id, turn.index] for turn in self._arrivals],
         }
 
-    def load_state_dict(self, state: dict[str, Any], buffered: Iterable[Rollout] = ()) -> None:
-        """Go on from `state_dict`; call it after the composer has been restored.
-
-        Args:
-            state: What `state_dict` gave.
-            buffered: Rollouts that had arrived and were not taken over.
-        """
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; call it after the composer has been restored."""
         self.counters = Counter(state["counters"])
         self._usage.load(state["usage"])
         turns = {(turn.rollout_id, turn.index): turn for turn in self.composer.state_dict()["unread"]}
         self._arrivals = [turns[rid, i] for rid, i in map(tuple, state["arrivals"]) if (rid, i) in turns]
-        self._held_back = list(buffered)
 
 
 def check_rollout(rollout: Any) -> None:

@@ -95,7 +95,7 @@ class RunSession:
         if self._resumed is not None:
             state = self._resumed[1]
             composer.load_state_dict(state.composer)
-            self.collator.load_state_dict(state.counters["collator"], state.buffered)
+            self.collator.load_state_dict(state.counters["collator"])
         return self.collator
 
     @contextlib.contextmanager
@@ -247,6 +247,8 @@ class RunSession:
     def side_state(self) -> checkpoints.SideState:
         """Everything that a checkpoint holds besides the learner's own state, cut at one moment."""
         explorer = self.explorer.state()
+        # What arrived after this cut is in flight for the explorer's state: it would be played again.
+        self.collator.drain(before=explorer.next_rollout_id)
         return checkpoints.SideState(
             update=self.update,
             policy_version=self.trainer.model_version,
@@ -254,8 +256,6 @@ class RunSession:
             wall_s=self.writer.metrics.wall_s,
             explorer=explorer.to_dict(),
             composer=self.collator.composer.state_dict(),
-            # What arrived after the cut is in flight for the explorer's state: it will be played again.
-            buffered=self.collator.buffered(before=explorer.next_rollout_id),
             counters={
                 "collator": self.collator.state_dict(),
                 "skipped_updates": self.trainer.skipped_updates,

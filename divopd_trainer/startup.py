@@ -241,7 +241,7 @@ def explorer_config(
         options = {
             "patience": config.recovery_patience,
             "budget": config.recovery_budget,
-            "warmup": config.recovery_warmup,
+            "warmup_updates": config.recovery_warmup,
             "return_on_progress": config.recovery_return_on_progress,
         }
     values = {

@@ -8,6 +8,7 @@ Everything that TRL or transformers calls by name is guarded by tests/trainer/te
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import time
@@ -97,7 +98,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         kwargs.setdefault("attn_implementation", "sdpa")
         args.model_init_kwargs = kwargs
         self.policy_files = PolicyFiles(args.run_dir, lambda: self.model_version + 1)
-        with _peak_flops_only_on_gpu(on_gpu):
+        with _peak_flops_only_on_gpu(on_gpu), _quiet("transformers.trainer_callback"):
             super().__init__(
                 model=args.model,
                 args=args,
@@ -396,7 +397,9 @@ class DivOPDTrainer(AsyncDistillationTrainer):
                 "Set resume_from_checkpoint in DivOPDConfig."
             )
         path = str(self._resume) if self._resume else None
-        with self.session.running() if self.session is not None else contextlib.nullcontext():
+        running = self.session.running() if self.session is not None else contextlib.nullcontext()
+        # It warns of tied heads in checkpoints and of streams that end, both of which are as they should be.
+        with running, _quiet("transformers.trainer"):
             return super().train(resume_from_checkpoint=path, **kwargs)
 
 
@@ -474,6 +477,17 @@ class _SessionCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer.session is not None:
             self._trainer.session.ended()
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -26,11 +26,11 @@ def make_checkpoint(root, number, content="weights"):
     return root / f"checkpoint-{number}"
 
 
-def test_pending_unread_and_buffered_turns_come_back_with_all_their_data(tmp_path):
-    rollouts = [random_rollout(None, i, turns=4) for i in range(5)]
+def test_pending_and_unread_turns_come_back_with_all_their_data(tmp_path):
+    rollouts = [random_rollout(None, i, turns=4) for i in range(4)]
     composer = BatchComposer(batch_rows=3, pool_multiplier=2, cap=1)
-    composer.compose(1, [t for r in rollouts[:4] for t in r.turns])
-    state = SideState(1, 1, 16, 2.5, {"next_rollout_id": 4}, composer.state_dict(), rollouts[4:], {"a": 1})
+    composer.compose(1, [t for r in rollouts for t in r.turns])
+    state = SideState(1, 1, 16, 2.5, {"next_rollout_id": 4}, composer.state_dict(), {"a": 1})
     save_side_state(tmp_path, state)
     back = load_side_state(tmp_path)
 
@@ -51,7 +51,6 @@ def test_pending_unread_and_buffered_turns_come_back_with_all_their_data(tmp_pat
             )
             np.testing.assert_array_equal(a.segment.token_ids, b.segment.token_ids)
             np.testing.assert_array_equal(a.teacher_logprobs, b.teacher_logprobs)
-    assert [r.rollout_id for r in back.buffered] == [4] and len(back.buffered[0].turns) == 4
     assert len(back.composer["unread"]) > 0 and len(back.composer["pending"]) > 0
 
 

@@ -1,7 +1,6 @@
 """From rollouts to a packed batch: what is read, recorded, chosen, counted."""
 
 import dataclasses
-import queue
 
 import numpy as np
 import pytest
@@ -226,24 +225,27 @@ def test_what_is_no_rollout_is_refused_by_the_name_of_its_field():
         collator(explorer).poll(1)
 
 
-def test_a_resumed_collator_goes_on_with_what_had_arrived():
+def test_a_resumed_collator_goes_on_with_what_had_arrived_before_the_cut():
     explorer = Explorer(random_rollout)
     fill(explorer, 3)
     c = collator(explorer)
     c.poll(1)
     fill(explorer, 3)
+    assert c.drain(before=5) == 2
     state, composed = c.state_dict(), c.composer.state_dict()
-    buffered = c.buffered(before=5)
-    assert [r.rollout_id for r in buffered] == [3, 4]
 
-    other = Explorer(random_rollout, state={"next_rollout_id": 5})
-    again = collator(other)
+    again = collator(Explorer(random_rollout, state={"next_rollout_id": 5}))
     again.composer.load_state_dict(composed)
-    again.load_state_dict(state, buffered)
+    again.load_state_dict(state)
     batch = again.poll(2)
-    assert len(batch.rows) == 4 and again.counters["rollouts"] == 5
-    # Looking at the buffer takes nothing from it: the first collator still has them, in order.
-    c.drain()
-    assert c.counters["rollouts"] == 6
-    with pytest.raises(queue.Empty):
-        explorer.rollout_buffer.get_nowait()
+    assert len(batch.rows) == 4 and again.counters["rollouts"] == 5 and batch.facts["arrived"] == 6
+    # The collator that goes on living loses nothing either.
+    assert c.drain() == 1 and c.counters["rollouts"] == 6
+
+
+def test_a_rollout_after_the_cut_stays_first_in_line():
+    explorer = Explorer(random_rollout)
+    fill(explorer, 4)
+    c = collator(explorer)
+    assert c.drain(before=2) == 2 and c.drain(before=2) == 0 and c.drain() == 2
+    assert [t.rollout_id for t in c.composer.state_dict()["unread"]][::3] == [0, 1, 2, 3]
