@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +69,13 @@ def build_engines(config: ExplorerConfig) -> Engines:
 
 
 def _local_engines(config: ExplorerConfig) -> Engines:
+    from tqdm import tqdm
     from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    # Loading bars would break the trainer's view, and tqdm's own lock is a semaphore that a killed process leaks.
+    tqdm.set_lock(threading.RLock())
+    logging.disable_progress_bar()
 
     from ..chat import ChatCodec
     from ..engines.local import LocalStudent, LocalTeacher

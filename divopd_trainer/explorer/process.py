@@ -328,7 +328,8 @@ class ExplorerProcess:
                     break
                 elif (
                     not self._ready_event.is_set()
-                    and time.monotonic() - self._spawned > self.config.start_timeout_s
+                    # The explorer has this deadline too, and knows better what was late.
+                    and time.monotonic() - self._spawned > self.config.start_timeout_s + 5.0
                 ):
                     cause = (
                         f"not ready after {self.config.start_timeout_s:.0f} s; raise start_timeout_s, or see whether "

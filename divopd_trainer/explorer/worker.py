@@ -69,21 +69,28 @@ def explorer_main(
     channel = Channel(pipe)
     explorer = Explorer(config, ExplorerState.from_dict(state), channel, policy)
     threading.Thread(target=_watch_parent, args=(parent, explorer), name="parent-watch", daemon=True).start()
+    asyncio.run(_live(explorer, channel))
+
+
+async def _live(explorer: Explorer, channel: Channel) -> None:
+    """Run to the end, say why if that is an error, and leave at once.
+
+    An orderly exit would wait for threads that may be inside native code, and nothing is left for it to do.
+    """
     code = 0
     try:
-        asyncio.run(explorer.run())
+        await explorer.run()
     except BaseException as error:
         code = 1
-        if not isinstance(error, DivOPDError):
+        if isinstance(error, DivOPDError):
+            channel.send(Fatal(str(error)))
+        else:
             traceback.print_exc()
-        channel.send(
-            Fatal(str(error) if isinstance(error, DivOPDError) else f"{type(error).__name__}: {error}")
-        )
+            channel.send(Fatal(f"{type(error).__name__}: {error}"))
     channel.flush(3.0)
     sys.stdout.flush()
     sys.stderr.flush()
     explorer.kill_workers()
-    # Threads of engines may be inside native code; nothing is left that an orderly exit would do.
     os._exit(code)
 
 
@@ -487,6 +494,9 @@ class Explorer:
             greedy=asked.greedy,
             concurrency=concurrency,
             history=config.history,
+            max_tokens=config.max_tokens,
+            max_model_len=config.max_model_len,
+            episode_timeout_s=config.episode_timeout_s,
         )
         return outcome if isinstance(outcome, dict) else outcome.to_dict()
 

@@ -225,3 +225,19 @@ def build(config):
     return Engines(
         student, ByteCodec(), teacher, make_eval_student=lambda: FakeStudent(**options.get("student", {}))
     )
+
+
+class Wanderer(FakeStudent):
+    """Goes to, or opens, something that its prompt mentions, as its seed decides."""
+
+    async def generate(self, request):
+        text = ByteCodec().decode(request.prompt_ids)
+        rng = np.random.default_rng(request.seed)
+        places = sorted(set(re.findall(r"an? (\w+ \d+)", text))) or ["bed 1"]
+        reply = f"{('go to', 'open')[int(rng.integers(2))]} {places[int(rng.integers(len(places)))]}"
+        ids = np.array([*reply.encode(), END], np.int32)
+        return Generation(ids, np.full(len(ids), -0.5, np.float32), "end_of_turn", self.policy_version)
+
+
+def build_wanderer(config):
+    return Engines(Wanderer(), ByteCodec(), FakeTeacher())

@@ -83,7 +83,7 @@ async def _run(cfg, talk, state=None, policy=None):
     running = asyncio.ensure_future(explorer.run())
     talking = asyncio.ensure_future(talk(channel, explorer))
     try:
-        done, _ = await asyncio.wait({running, talking}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({running, talking}, timeout=150, return_when=asyncio.FIRST_COMPLETED)
         for finished in done:
             finished.result()
         assert talking.done(), "the explorer ended before the test had its say"
@@ -300,7 +300,8 @@ def test_evaluation_is_of_one_version_while_training_goes_on_with_others():
     assert done.error is None and done.version == 1
     assert done.result["episodes"] == 12 and 0 <= done.result["success_rate"] <= 1
     assert {v for _, v in explorer._eval_student.loads} == {1}
-    assert explorer._eval_student.requests and explorer._eval_student is not explorer.engines.student
+    assert {r.max_tokens for r in explorer._eval_student.requests} == {20}
+    assert explorer._eval_student is not explorer.engines.student
 
 
 def test_evaluation_that_fails_is_answered_and_training_goes_on():
