@@ -1,0 +1,362 @@
+"""Supervised training on recorded episodes, in exactly the ids that the explorer would produce.
+
+TRL's `SFTTrainer` does the training. Replies that are the expert's own answer are trained; replies that were executed
+by mistake are context only; observations may be trained with a small weight, which tiny models learn faster with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from divopd_gym.errors import ConfigError
+from divopd_gym.prompts import get_prompt, history_pairs
+from divopd_trainer.chat import ChatCodec
+from divopd_trainer.expert import read_episodes
+from divopd_trainer.tiny import PHRASES, TinySpec, build_model, count_parameters, save_model, train_tokenizer
+
+__all__ = ["Sample", "encode_episode", "plan_batches", "train_sft", "transcript_texts"]
+
+OBSERVED, TRAINED, SKIPPED = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One token sequence.
+
+    Attributes:
+        token_ids: int32 [T].
+        kind: int8 [T]; 1 a token of a trained reply, 2 of a reply that was a mistake, 0 anything else.
+    """
+
+    token_ids: np.ndarray
+    kind: np.ndarray
+
+    def weights(self, observation_weight: float) -> np.ndarray:
+        """float32 [T]: weight of each token as a target."""
+        return np.array([observation_weight, 1.0, 0.0], np.float32)[self.kind]
+
+
+def encode_episode(codec: ChatCodec, prompt: Any, episode: Mapping[str, Any], history: str) -> list[Sample]:
+    """An episode as the explorer would have written it.
+
+    Args:
+        codec: Of the model's tokenizer.
+        prompt: A `PromptStyle` made for `history`.
+        episode: A record of `divopd_trainer.expert`.
+        history: "accumulate": one sequence, mistakes included as context. "window:n": one sequence a turn, with the
+            expert's answer as reply.
+    """
+    window = history_pairs(history)
+    past: list[tuple[str, str]] = []
+    pieces: list[tuple[np.ndarray, int]] = []
+    samples: list[Sample] = []
+    for number, turn in enumerate(episode["turns"]):
+        info = {"goal": episode["goal"], "admissible_actions": turn["admissible"], "task": episode["task"]}
+        shown = past if window is None else past[-window:] if window else []
+        user = prompt.user(number, turn["observation"], info, shown)
+        if window is not None:
+            opened, answer = codec.start(prompt.system(info), user), codec.reply(prompt.reply(turn["expert"]))
+            samples.append(_join([(opened, OBSERVED), (answer, TRAINED)]))
+        else:
+            opened = codec.start(prompt.system(info), user) if number == 0 else codec.extend(user)
+            right = turn["action"] == turn["expert"]
+            pieces += [
+                (opened, OBSERVED),
+                (codec.reply(prompt.reply(turn["action"])), TRAINED if right else SKIPPED),
+            ]
+        past.append((turn["observation"], turn["action"]))
+    return samples if window is not None else [_join(pieces)]
+
+
+def transcript_texts(prompt: Any, episodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All messages of episodes, in order: what a tokenizer is trained on."""
+    texts = []
+    for episode in episodes:
+        for number, turn in enumerate(episode["turns"]):
+            info = {"goal": episode["goal"], "admissible_actions": turn["admissible"]}
+            texts += [prompt.user(number, turn["observation"], info, []), prompt.reply(turn["action"])]
+    return texts
+
+
+def plan_batches(lengths: Sequence[int], batch_tokens: int, batches: int, seed: int) -> list[list[int]]:
+    """Which samples are trained together: sequences of like length, so that little is padding.
+
+    Args:
+        lengths: Tokens of each sample.
+        batch_tokens: Most tokens of a batch, padding included; a longer sample is a batch of its own.
+        batches: How many; the samples are gone through as often as it takes, each time in another order.
+        seed: Of the order.
+
+    Returns:
+        Indices of samples, batch by batch.
+    """
+    rng = random.Random(seed)
+    plan: list[list[int]] = []
+    while len(plan) < batches:
+        order = list(range(len(lengths)))
+        rng.shuffle(order)
+        for start in range(0, len(order), 1024):
+            near = sorted(order[start : start + 1024], key=lengths.__getitem__)
+            made, current = [], []
+            for index in near:
+                if current and (len(current) + 1) * lengths[index] > batch_tokens:
+                    made.append(current)
+                    current = []
+                current.append(index)
+            made.append(current)
+            rng.shuffle(made)
+            plan += made
+    return plan[:batches]
+
+
+def train_sft(
+    model: Any,
+    episodes: str | Path | Sequence[str | Path] | Sequence[Mapping[str, Any]],
+    out: str | Path,
+    *,
+    tokenizer: Any = None,
+    env_id: str = "divopd_gym/ALFWorld-v0",
+    prompt_style: str = "tiny",
+    history: str = "accumulate",
+    lr: float = 2e-3,
+    matrix_lr: float = 0.0,
+    batch_tokens: int = 2048,
+    updates: int = 1000,
+    warmup: int = 30,
+    decay: float = 0.4,
+    weight_decay: float = 0.01,
+    observation_weight: float = 0.2,
+    max_episodes: int | None = None,
+    max_tokens: int = 1024,
+    seed: int = 0,
+    vocab_size: int = 1024,
+    dtype: str = "bfloat16",
+    log_every: int = 50,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Train a model on episodes and write it with its tokenizer.
+
+    Args:
+        model: A folder or hub name, a model object, or the shape of a new one ("tiny:layers=4,width=256").
+        episodes: Recordings of `record_expert`, or records.
+        out: Folder for the model.
+        tokenizer: An object, or a folder or hub name; None: the model's own (of a new model: one trained on the
+            episodes).
+        env_id: Whose prompts are used.
+        prompt_style: Style of the prompts.
+        history: "accumulate" or "window:n".
+        lr: Highest learning rate of AdamW.
+        matrix_lr: Above 0: the hidden matrices are trained by Muon at this rate, AdamW takes the rest.
+        batch_tokens: Most tokens of an update.
+        updates: How many.
+        warmup: Updates during which the rates rise.
+        decay: Share of the updates, at the end, during which they fall to 0.
+        weight_decay: Decoupled weight decay of the matrices.
+        observation_weight: Weight of a token that is not a reply; a reply's is 1.
+        max_episodes: Only the first so many.
+        max_tokens: Sequences longer than this are left out.
+        seed: Of new weights and of the order.
+        vocab_size: Most entries of a tokenizer that is trained.
+        dtype: Type of the stored weights; training is in float32.
+        log_every: Updates between two lines of output.
+        quiet: No output.
+
+    Returns:
+        Figures: samples, tokens, updates, loss, reply_loss, parameters, cpu_s.
+
+    Raises:
+        ConfigError: Nothing to train on, a tokenizer without chat template, or a figure out of range.
+    """
+    if updates < 1 or batch_tokens < 1 or not 0 <= observation_weight <= 1 or not 0 <= decay <= 1:
+        raise ConfigError(
+            f"updates={updates}, batch_tokens={batch_tokens}, observation_weight={observation_weight}, decay={decay}: "
+            "expected at least one update and token, and shares between 0 and 1."
+        )
+    begun = time.process_time()
+    records = _records(episodes, max_episodes)
+    prompt = get_prompt(env_id, prompt_style, history)
+    if tokenizer is None and _is_new(model):
+        tokenizer = train_tokenizer(transcript_texts(prompt, records), vocab_size, PHRASES.get(env_id, ()))
+    tokenizer, model = _load(model, tokenizer, seed)
+    codec = ChatCodec(tokenizer)
+    samples = [s for record in records for s in encode_episode(codec, prompt, record, history)]
+    fitting = [s for s in samples if len(s.token_ids) <= max_tokens and (s.kind == TRAINED).any()]
+    if not fitting:
+        raise ConfigError(
+            f"None of the {len(samples)} sequences has a reply to train on within max_tokens={max_tokens} "
+            f"(the shortest has {min((len(s.token_ids) for s in samples), default=0)}); raise max_tokens, or record "
+            "episodes of an expert that acts."
+        )
+    trainer = _trainer(
+        model, tokenizer, fitting, out,
+        lr=lr, matrix_lr=matrix_lr, batch_tokens=batch_tokens, updates=updates, warmup=warmup, decay=decay,
+        weight_decay=weight_decay, observation_weight=observation_weight, seed=seed, log_every=log_every, quiet=quiet,
+    )  # fmt: skip
+    trainer.train()
+    save_model(trainer.model, tokenizer, out, dtype)
+    figures = {
+        "samples": len(fitting),
+        "left_out": len(samples) - len(fitting),
+        "updates": updates,
+        "tokens": trainer.seen_tokens,
+        "reply_loss": round(trainer.recent_reply_loss(), 5),
+        "parameters": count_parameters(trainer.model),
+        "cpu_s": round(time.process_time() - begun, 1),
+        "seed": seed,
+    }
+    Path(out, "sft.json").write_text(json.dumps(figures, indent=1) + "\n")
+    return figures
+
+
+def _records(episodes: Any, limit: int | None) -> list[Mapping[str, Any]]:
+    if isinstance(episodes, (str, Path)) or (episodes and isinstance(episodes[0], (str, Path))):
+        return read_episodes(episodes, limit)
+    return list(episodes)[:limit]
+
+
+def _is_new(model: Any) -> bool:
+    return (
+        isinstance(model, str) and (model == "tiny" or model.startswith("tiny:")) and not os.path.isdir(model)
+    )
+
+
+def _load(model: Any, tokenizer: Any, seed: int) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if tokenizer is None:
+        if not isinstance(model, (str, Path)):
+            raise ConfigError("A model object was given without its tokenizer; pass tokenizer=.")
+        tokenizer = model
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer))
+    if _is_new(model):
+        return tokenizer, build_model(TinySpec.parse(model), tokenizer, seed)
+    if isinstance(model, (str, Path)):
+        model = AutoModelForCausalLM.from_pretrained(str(model), dtype="float32", attn_implementation="sdpa")
+    return tokenizer, model
+
+
+def _join(pieces: Sequence[tuple[np.ndarray, int]]) -> Sample:
+    kinds = [np.full(len(ids), kind, np.int8) for ids, kind in pieces]
+    return Sample(np.concatenate([ids for ids, _ in pieces]).astype(np.int32), np.concatenate(kinds))
+
+
+def _trainer(
+    model: Any, tokenizer: Any, samples: Sequence[Sample], out: str | Path, *, lr: float, matrix_lr: float,
+    batch_tokens: int, updates: int, warmup: int, decay: float, weight_decay: float, observation_weight: float,
+    seed: int, log_every: int, quiet: bool,
+) -> Any:  # fmt: skip
+    import torch
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from divopd_trainer.optim import make_optimizer
+
+    plan = plan_batches([len(s.token_ids) for s in samples], batch_tokens, updates, seed)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+    def rows() -> Any:
+        # One row of the data set is one whole batch, so that batches are formed by tokens, not by samples.
+        for chosen in plan:
+            members = [samples[i] for i in chosen]
+            ids = np.concatenate([s.token_ids for s in members])
+            yield {
+                "input_ids": ids,
+                "labels": ids,
+                "weights": np.concatenate([s.weights(observation_weight) for s in members]),
+                "lengths": [len(s.token_ids) for s in members],
+            }
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        (row,) = batch
+        lengths = row["lengths"]
+        ids = np.full((len(lengths), max(lengths)), pad, np.int64)
+        weights = np.zeros(ids.shape, np.float32)
+        start = 0
+        for number, length in enumerate(lengths):
+            ids[number, :length] = row["input_ids"][start : start + length]
+            weights[number, :length] = row["weights"][start : start + length]
+            start += length
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(ids),
+            "weights": torch.from_numpy(weights),
+        }
+
+    class WeightedSFTTrainer(SFTTrainer):
+        seen_tokens = 0
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.reply_losses: list[float] = []
+
+        def recent_reply_loss(self) -> float:
+            recent = self.reply_losses[-20:]
+            return sum(recent) / max(1, len(recent))
+
+        def compute_loss(
+            self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            ids, weights = inputs["input_ids"], inputs["weights"][:, 1:]
+            # Padding is on the right and attention is causal: no token sees it, so no mask is needed.
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            chosen = weights > 0
+            losses = torch.nn.functional.cross_entropy(
+                logits[chosen].float(), ids[:, 1:][chosen], reduction="none"
+            )
+            weights = weights[chosen]
+            loss = (losses * weights).sum() / weights.sum()
+            self.seen_tokens += ids.numel()
+            replies = weights == 1.0
+            if replies.any():
+                self.reply_losses.append(float(losses.detach()[replies].mean()))
+            return (loss, {"logits": logits}) if return_outputs else loss
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            if self.reply_losses:
+                logs["reply_loss"] = round(self.recent_reply_loss(), 5)
+            super().log(logs, start_time)
+
+    def factor(update: int) -> float:
+        rise = (update + 1) / max(1, warmup)
+        left = (updates - update) / max(1.0, decay * updates)
+        return min(1.0, rise, left) if math.isfinite(left) else 1.0
+
+    optimizer = make_optimizer(model, lr, matrix_lr, weight_decay)
+    arguments = SFTConfig(
+        output_dir=str(Path(out)),
+        max_steps=updates,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        save_strategy="no",
+        logging_steps=log_every,
+        disable_tqdm=quiet,
+        report_to=[],
+        seed=seed,
+        max_length=None,
+        remove_unused_columns=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        dataloader_num_workers=0,
+    )
+    return WeightedSFTTrainer(
+        model=model,
+        args=arguments,
+        data_collator=collate,
+        train_dataset=Dataset.from_list(list(rows())),
+        processing_class=tokenizer,
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)),
+    )
