@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from divopd_gym.errors import DivOPDError
+from divopd_gym.prompts import get_prompt
 
 from ..turns import Rollout
 from .channel import Channel, end_with_parent
@@ -25,10 +26,11 @@ from .config import ExplorerConfig
 from .counters import Counters
 from .deadline import within
 from .engines import Engines, build_engines, import_factory
+from .environments import ask_env, make_pool
 from .episode import renumber, run_episode, score_rollout
+from .evaluations import Evaluations
 from .messages import (
     EpisodeFailed,
-    EvalDone,
     Evaluate,
     ExplorerError,
     ExplorerState,
@@ -138,12 +140,9 @@ class Explorer:
             version=config.policy_version,
         )
         self.pool: Any = None
-        self.eval_pool: Any = None
         self.engines: Engines
         self.schedule: TaskSchedule
-        self._eval_student: Any = None
-        self._asked: set[int] = set()
-        self._eval_lock = asyncio.Lock()
+        self.evaluations: Evaluations | None = None
         self._policy = policy
         self._policy_event = asyncio.Event()
         self._wake = asyncio.Event()
@@ -206,10 +205,10 @@ class Explorer:
 
     async def _start(self) -> None:
         config = self.config
-        self.prompt = _prompt(config)
+        self.prompt = get_prompt(config.env_id, config.prompt_style, history=config.history)
         if config.horizon is not None:
             self.horizon = import_factory(config.horizon, "horizon")(config)
-        self.pool = self._make_pool(config.env_kwargs, config.workers)
+        self.pool = make_pool(config, config.env_kwargs, config.workers)
         pool = asyncio.ensure_future(self.pool.start())
         self.engines = await asyncio.to_thread(build_engines, config)
         await pool
@@ -217,10 +216,11 @@ class Explorer:
             await self._load(self._policy)
         tasks = config.tasks
         if tasks is None:
-            tasks = await self._call(self.pool, "tasks")
+            tasks = await ask_env(config, self.pool, "tasks")
         self._env_info = {}
         with contextlib.suppress(DivOPDError):
-            self._env_info = {"env_versions": await self._call(self.pool, "versions")}
+            self._env_info = {"env_versions": await ask_env(config, self.pool, "versions")}
+        self.evaluations = Evaluations(config, self.engines, self.pool, self.prompt)
         self.schedule = TaskSchedule(list(tasks), seed=config.seed, group=config.group, epochs=config.epochs)
         if self._saved_schedule is not None:
             self.schedule.load_state_dict(self._saved_schedule)
@@ -232,41 +232,21 @@ class Explorer:
             job.cancel()
         if jobs:
             await asyncio.wait(jobs, timeout=2.0)
-        for pool in (self.pool, self.eval_pool):
-            if pool is not None:
-                with contextlib.suppress(Exception):
-                    await within(5.0, pool.close())
+        for pool in self._pools:
+            with contextlib.suppress(Exception):
+                await within(5.0, pool.close())
+
+    @property
+    def _pools(self) -> list[Any]:
+        pools = (self.pool, self.evaluations.own_pool if self.evaluations is not None else None)
+        return [pool for pool in pools if pool is not None]
 
     def kill_workers(self) -> None:
         """End every environment worker at once; for when nothing else works."""
-        for pool in (self.pool, self.eval_pool):
-            for pid in pool.pids() if pool is not None else ():
+        for pool in self._pools:
+            for pid in pool.pids():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-
-    def _make_pool(self, env_kwargs: dict[str, Any], workers: int) -> Any:
-        config = self.config
-        if config.pool != "processes":
-            return import_factory(config.pool, "pool")(config.env_id, env_kwargs, workers, config)
-        from divopd_gym.pool import EnvPool
-
-        more = {} if config.max_worker_restarts is None else {"max_restarts": config.max_worker_restarts}
-        return EnvPool(
-            config.env_id,
-            env_kwargs,
-            workers,
-            step_timeout_s=config.step_timeout_s,
-            reset_timeout_s=config.reset_timeout_s,
-            recycle_after=config.recycle_after,
-            **more,
-        )
-
-    async def _call(self, pool: Any, name: str) -> Any:
-        handle = await within(self.config.start_timeout_s, pool.acquire())
-        try:
-            return await within(self.config.reset_timeout_s, handle.call(name))
-        finally:
-            pool.release(handle)
 
     def _job(self, work: Any) -> asyncio.Task:
         job = asyncio.ensure_future(work)
@@ -309,8 +289,7 @@ class Explorer:
                 self.schedule.state_dict(), self.next_rollout_id, dict(self.counters.totals)
             )
             self.channel.send(StateReply(message.request_id, state.to_dict()))
-        elif isinstance(message, Evaluate) and message.request_id not in self._asked:
-            self._asked.add(message.request_id)
+        elif isinstance(message, Evaluate) and self.evaluations.is_new(message.request_id):
             self._job(self._evaluate(message))
 
     async def _load_policies(self) -> None:
@@ -449,62 +428,16 @@ class Explorer:
                 )
             )
 
-    # --- evaluations -------------------------------------------------------------------------------------------
-
     async def _evaluate(self, asked: Evaluate) -> None:
-        try:
-            async with self._eval_lock:
-                result = await within(self.config.eval_timeout_s, self._play_evaluation(asked))
-            self.counters.add("evaluations")
-            self.channel.send(EvalDone(asked.request_id, result, None, asked.version))
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self.counters.add("evaluations_failed")
-            self.channel.send(
-                EvalDone(asked.request_id, None, f"{type(error).__name__}: {error}", asked.version)
-            )
-
-    async def _play_evaluation(self, asked: Evaluate) -> dict[str, Any]:
-        from ..evaluate import evaluate
-
-        config = self.config
-        if self._eval_student is None:
-            if self.engines.make_eval_student is None:
-                raise ExplorerError("This engine cannot evaluate: its factory gives no make_eval_student.")
-            self._eval_student = await asyncio.to_thread(self.engines.make_eval_student)
-        await within(config.load_timeout_s, self._eval_student.load_weights(asked.path, asked.version))
-        pool, concurrency = self.pool, max(1, config.workers // 2)
-        if config.eval_env_kwargs is not None and config.eval_env_kwargs != config.env_kwargs:
-            concurrency = config.eval_workers or config.workers
-            if self.eval_pool is None:
-                self.eval_pool = self._make_pool(config.eval_env_kwargs, concurrency)
-                await within(config.start_timeout_s, self.eval_pool.start())
-            pool = self.eval_pool
-        tasks = list(asked.tasks) if asked.tasks is not None else list(await self._call(pool, "tasks"))
-        outcome = await evaluate(
-            self._eval_student,
-            pool,
-            self.engines.codec,
-            self.prompt,
-            tasks[: asked.episodes],
-            temperature=asked.temperature,
-            max_turns=asked.max_turns,
-            seed=asked.seed,
-            greedy=asked.greedy,
-            concurrency=concurrency,
-            history=config.history,
-            max_tokens=config.max_tokens,
-            max_model_len=config.max_model_len,
-            episode_timeout_s=config.episode_timeout_s,
-        )
-        return outcome if isinstance(outcome, dict) else outcome.to_dict()
+        done = await self.evaluations.play(asked)
+        self.counters.add("evaluations" if done.error is None else "evaluations_failed")
+        self.channel.send(done)
 
     # --- signs of life -----------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
         while True:
-            pools = [pool for pool in (self.pool, self.eval_pool) if pool is not None]
+            pools = self._pools
             counters = dict(self.counters.totals)
             for pool in pools:
                 for name, value in pool.counters.items():
@@ -523,12 +456,6 @@ class Explorer:
             pids = tuple(pid for pool in pools for pid in pool.pids())
             self.channel.send(Heartbeat(counters, gauges, pids))
             await asyncio.sleep(self.config.heartbeat_s)
-
-
-def _prompt(config: ExplorerConfig) -> Any:
-    from divopd_gym.prompts import get_prompt
-
-    return get_prompt(config.env_id, config.prompt_style, history=config.history)
 
 
 def _watch_parent(parent: int, explorer: Explorer) -> None:

@@ -299,9 +299,9 @@ def test_evaluation_is_of_one_version_while_training_goes_on_with_others():
     (done,) = channel.of(EvalDone)
     assert done.error is None and done.version == 1
     assert done.result["episodes"] == 12 and 0 <= done.result["success_rate"] <= 1
-    assert {v for _, v in explorer._eval_student.loads} == {1}
-    assert {r.max_tokens for r in explorer._eval_student.requests} == {20}
-    assert explorer._eval_student is not explorer.engines.student
+    assert {v for _, v in explorer.evaluations.student.loads} == {1}
+    assert {r.max_tokens for r in explorer.evaluations.student.requests} == {20}
+    assert explorer.evaluations.student is not explorer.engines.student
 
 
 def test_evaluation_that_fails_is_answered_and_training_goes_on():
