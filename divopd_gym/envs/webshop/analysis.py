@@ -18,8 +18,11 @@ MAX_TOKEN_CHARS = 255
 """Longer words are cut into pieces of this length."""
 
 STOP_WORDS = frozenset(
-    "a an and are as at be but by for if in into is it no not of on or such that the their then there these they "
-    "this to was will with".split()
+    re.findall(
+        r"\w+",
+        "a an and are as at be but by for if in into is it no not of on or such that the their then there these "
+        "they this to was will with",
+    )
 )
 
 
