@@ -64,9 +64,7 @@ ALETTER = (
     "1ee8b-1ee9b 1eea1-1eea3 1eea5-1eea9 1eeab-1eebb 1f130-1f149 1f150-1f169 1f170-1f189 "
 )
 
-HEBREW = (
-    "5d0-5ea 5ef-5f2 fb1d fb1f-fb28 fb2a-fb36 fb38-fb3c fb3e fb40-fb41 fb43-fb44 fb46-fb4f "
-)
+HEBREW = "5d0-5ea 5ef-5f2 fb1d fb1f-fb28 fb2a-fb36 fb38-fb3c fb3e fb40-fb41 fb43-fb44 fb46-fb4f "
 
 NUMERIC = (
     "30-39 600-605 660-669 66b 6dd 6f0-6f9 7c0-7c9 890-891 8e2 966-96f 9e6-9ef a66-a6f ae6-aef b66-b6f "
@@ -119,21 +117,13 @@ EXTEND = (
     "1e8d0-1e8d6 1e944-1e94a 1f3fb-1f3ff e0001 e0020-e007f e0100-e01ef "
 )
 
-EXTENDNUMLET = (
-    "5f 202f 203f-2040 2054 fe33-fe34 fe4d-fe4f ff3f "
-)
+EXTENDNUMLET = "5f 202f 203f-2040 2054 fe33-fe34 fe4d-fe4f ff3f "
 
-MIDLETTER = (
-    "3a b7 387 55f 5f4 2027 fe13 fe55 ff1a "
-)
+MIDLETTER = "3a b7 387 55f 5f4 2027 fe13 fe55 ff1a "
 
-MIDNUM = (
-    "2c 3b 37e 589 60c-60d 66c 7f8 2044 fe50 fe54 ff0c ff1b "
-)
+MIDNUM = "2c 3b 37e 589 60c-60d 66c 7f8 2044 fe50 fe54 ff0c ff1b "
 
-MIDNUMLET = (
-    "2e 2018-2019 2024 fe52 ff07 ff0e "
-)
+MIDNUMLET = "2e 2018-2019 2024 fe52 ff07 ff0e "
 
 HAN = (
     "2e80-2e99 2e9b-2ef3 2f00-2fd5 3005 3007 3021-3029 3038-303b 3400-4dbf 4e00-9fff f900-fa6d fa70-fad9 "
@@ -141,9 +131,7 @@ HAN = (
     "30000-3134a 31350-33479 "
 )
 
-HIRAGANA = (
-    "3041-3096 309d-309f 1b001-1b11f 1b123 1b132 1b150-1b152 1f200 "
-)
+HIRAGANA = "3041-3096 309d-309f 1b001-1b11f 1b123 1b132 1b150-1b152 1f200 "
 
 SA = (
     "e01-e3a e40-e4e e81-e82 e84 e86-e8a e8c-ea3 ea5 ea7-ebd ec0-ec4 ec6 ec8-ece edc-edf 1000-103f 1050-108f "
