@@ -47,7 +47,8 @@ class ExplorerConfig:
         tokenizer_mismatch_limit: Largest share of token ids that may mean something else to the teacher.
         controller: "student", "recovery" or "guided".
         controller_kwargs: Its options.
-        horizon: Factory "module:function" of an object with ``turns(update) -> int``; None = `max_turns`.
+        horizon: Factory "module:function" of an object with ``turns(update) -> int`` and, if it learns from
+            them, ``observe(rollout)`` for finished rollouts; called with this config. None = `max_turns`.
         batch_rows: Turns that one update trains (B); pacing goes by it.
         max_staleness: Updates that a turn's version may lag (delta); pacing goes by it.
         load: Turns produced a turn trained; None = as fast as possible.

@@ -312,6 +312,8 @@ class ExplorerProcess:
         self._heard = self._spawned = time.monotonic()
         process.start()
         self._process = process
+        if self._stopping:
+            process.kill()  # stop() came while it was being started and may have found nothing to end
         theirs.close()
         cause, hopeless = None, False
         try:

@@ -353,6 +353,8 @@ class Explorer:
             self.counters.episode(rollout, stale=valid - usable, scored=scored)
             self.pacer.end(key, valid if scored else len(rollout.turns), usable)
             self.schedule.finish(ticket)
+            if observe := getattr(self.horizon, "observe", None):
+                observe(rollout)
             self.channel.send(RolloutDone(rollout, ticket, usable))
             self._failed_in_row = 0
             self._check_barren(rollout, scored and not valid)

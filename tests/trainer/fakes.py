@@ -241,3 +241,20 @@ class Wanderer(FakeStudent):
 
 def build_wanderer(config):
     return Engines(Wanderer(), ByteCodec(), FakeTeacher())
+
+
+class GrowingHorizon:
+    """One turn more for every rollout seen."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def turns(self, update):
+        return 1 + self.seen + 100 * update
+
+    def observe(self, rollout):
+        self.seen += 1
+
+
+def make_horizon(config):
+    return GrowingHorizon()

@@ -394,3 +394,12 @@ def test_stop_message_sets_a_last_deadline(monkeypatch):
 
     asyncio.run(_stop())
     assert forced == [3.0]
+
+
+def test_horizon_is_asked_before_and_told_after_each_rollout():
+    async def talk(channel, explorer):
+        await channel.until(lambda: len(channel.of(RolloutDone)) >= 5)
+
+    more = {"env_kwargs": {"lengths": (50,)}, "workers": 1, "max_turns": 4}
+    channel, _ = run(config(horizon="fakes:make_horizon", **more), talk)
+    assert [m.rollout.turns_played for m in channel.of(RolloutDone)[:5]] == [1, 2, 3, 4, 4]
