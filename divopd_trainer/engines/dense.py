@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from divopd_trainer.engines.backends import Feed, max_positions
+from divopd_trainer.engines.layout import Layout, sequence_layout, slot_layout
 from divopd_trainer.engines.slot_cache import KVBuffers
 
 __all__ = ["DenseBackend"]
@@ -40,19 +41,25 @@ class _Layer:
 
 @dataclass
 class _Plan:
-    """Where the tokens of one batch lie, worked out once for all layers."""
+    """One batch of tokens.
+
+    Attributes:
+        ids: int64 [N].
+        cos: [N, 1, dim].
+        sin: [N, 1, dim].
+        layout: Who attends to what in all layers but the last.
+        keep: int64 [M], the tokens whose final state is wanted: the last layer computes no others.
+        last: Their attention in the last layer.
+        write: int64 [N * kv_heads], rows of the flattened buffers [slots * kv_heads * T]; None: no slots are used.
+    """
 
     ids: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    write: torch.Tensor | None = None  # rows of the flattened buffers [slots * kv_heads * T]
-    decode: int = 0  # the first tokens belong to feeds of one token
-    lanes: tuple[int, int] = (0, 0)  # slots low ... high of those
-    scatter: torch.Tensor | None = None
-    decode_mask: torch.Tensor | None = None
-    length: int = 0
-    # (first token, end token, slot or -1, past + new length, mask or None)
-    prefill: tuple[tuple[int, int, int, int, torch.Tensor | None], ...] = ()
+    layout: Layout
+    keep: torch.Tensor
+    last: Layout
+    write: torch.Tensor | None = None
 
 
 class DenseBackend:
@@ -140,140 +147,157 @@ class DenseBackend:
         """See `divopd_trainer.engines.backends.Backend.extend`."""
         # One-token feeds first, by slot: their attention is one batched call over a range of slots.
         order = sorted(range(len(feeds)), key=lambda i: (len(feeds[i].ids) > 1, feeds[i].slot))
-        plan = self._plan_slots([feeds[i] for i in order])
-        x = self._forward(plan)
-        ends = np.cumsum([len(feeds[i].ids) for i in order]) - 1
-        last = np.empty(len(feeds), np.int64)
-        last[order] = ends
-        keep = last[[f.wanted for f in feeds]]
-        if len(keep) != len(x) or (keep != np.arange(len(x))).any():
-            x = x.index_select(0, torch.from_numpy(keep).to(self.device))
-        return self.head(self._rms(x, self.model.model.norm.weight))
+        sorted_feeds = [feeds[i] for i in order]
+        slots = np.array([f.slot for f in sorted_feeds])
+        starts = np.array([f.start for f in sorted_feeds])
+        counts = np.array([len(f.ids) for f in sorted_feeds])
+        ends = np.cumsum(counts)
+        ids = np.concatenate([np.asarray(f.ids, np.int64) for f in sorted_feeds])
+        positions = np.arange(len(ids)) + np.repeat(starts - ends + counts, counts)
+        self.buffers.reserve(int((starts + counts).max()))
+        rows = np.repeat(slots, counts)[:, None] * self._kv_heads + np.arange(self._kv_heads)
+        write = self._index(rows * self.buffers.capacity + positions[:, None])
+        layout = slot_layout(slots, starts, counts, self.device, self.dtype)
+        wanted = np.array([i for i, f in enumerate(sorted_feeds) if f.wanted], np.int64)
+        by_slot = wanted[np.argsort(slots[wanted])]
+        if len(by_slot) == len(ids):
+            last = layout
+        else:
+            # Whatever a feed's length, only its last token goes through the whole last layer.
+            at = (starts + counts - 1)[by_slot]
+            last = slot_layout(slots[by_slot], at, np.ones_like(at), self.device, self.dtype)
+        x = self._forward(self._plan(ids, positions, layout, ends[by_slot] - 1, last, write))
+        if len(by_slot) > 1 or len(by_slot) != len(x):
+            # Back to the order in which the feeds came.
+            came = np.argsort(np.array(order)[by_slot])
+            x = x.index_select(0, self._index(came))
+        return self.head(x)
 
     @torch.inference_mode()
     def hidden(self, sequences: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> torch.Tensor:
         """See `divopd_trainer.engines.backends.Backend.hidden`."""
         lengths = [len(s) for s in sequences]
-        starts = np.concatenate([[0], np.cumsum(lengths)])
+        ends = np.cumsum(lengths)
+        keep = np.concatenate(
+            [end - n + np.asarray(p, np.int64) for end, n, p in zip(ends, lengths, positions)]
+        )
+        layout = sequence_layout(lengths, None, self.device, self.dtype)
+        last = sequence_layout(lengths, positions, self.device, self.dtype)
         at = np.concatenate([np.arange(n) for n in lengths])
-        plan = self._plan(np.concatenate(sequences), at)
-        plan.prefill = tuple((int(a), int(b), -1, int(b - a), None) for a, b in zip(starts[:-1], starts[1:]))
-        keep = np.concatenate([a + np.asarray(p, np.int64) for a, p in zip(starts, positions)])
-        x = self._forward(plan).index_select(0, torch.from_numpy(keep).to(self.device))
-        return self._rms(x, self.model.model.norm.weight)
+        return self._forward(self._plan(np.concatenate(sequences), at, layout, keep, last))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `divopd_trainer.engines.backends.Backend.head`."""
         return F.linear(hidden, self.model.lm_head.weight, self.model.lm_head.bias)
 
-    def _plan(self, ids: np.ndarray, positions: np.ndarray) -> _Plan:
+    def _index(self, places: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(places.astype(np.int64, copy=False).ravel()).to(self.device)
+
+    def _plan(
+        self,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        layout: Layout,
+        keep: np.ndarray,
+        last: Layout,
+        write: torch.Tensor | None = None,
+    ) -> _Plan:
         needed = int(positions.max()) + 1
         if needed > len(self._cos):
             self._grow_rope(needed)
-        at = torch.from_numpy(positions.astype(np.int64, copy=False)).to(self.device)
+        at = self._index(positions)
         cos, sin = self._cos.index_select(0, at)[:, None], self._sin.index_select(0, at)[:, None]
-        return _Plan(torch.from_numpy(ids.astype(np.int64)).to(self.device), cos, sin)
-
-    def _plan_slots(self, feeds: list[Feed]) -> _Plan:
-        counts = np.array([len(f.ids) for f in feeds])
-        starts = np.array([f.start for f in feeds])
-        slots = np.array([f.slot for f in feeds])
-        offsets = np.cumsum(counts) - counts
-        ids = np.concatenate([np.asarray(f.ids, np.int64) for f in feeds])
-        positions = np.arange(len(ids)) + np.repeat(starts - offsets, counts)
-        self.buffers.reserve(int((starts + counts).max()))
-        plan = self._plan(ids, positions)
-        rows = np.repeat(slots, counts)[:, None] * self._kv_heads + np.arange(self._kv_heads)
-        plan.write = torch.from_numpy((rows * self.buffers.capacity + positions[:, None]).ravel()).to(
-            self.device
-        )
-        decode = int((counts == 1).sum())
-        if decode:
-            low, high = int(slots[0]), int(slots[decode - 1]) + 1
-            plan.decode, plan.lanes = decode, (low, high)
-            plan.length = int(starts[:decode].max()) + 1
-            last = np.zeros(high - low, np.int64)
-            last[slots[:decode] - low] = starts[:decode]
-            if high - low != decode:
-                plan.scatter = torch.from_numpy(slots[:decode] - low).to(self.device)
-            if (last != plan.length - 1).any():
-                hidden = np.arange(plan.length) > last[:, None]
-                mask = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
-                plan.decode_mask = torch.from_numpy(mask).to(self.device, self.dtype)
-        prefill = []
-        for i in range(decode, len(feeds)):
-            first, n, past = int(offsets[i]), int(counts[i]), int(starts[i])
-            mask = None
-            if past:
-                mask = torch.zeros(n, past + n, dtype=self.dtype, device=self.device)
-                mask[:, past:].fill_(-torch.inf).triu_(1)
-            prefill.append((first, first + n, int(slots[i]), past + n, mask))
-        plan.prefill = tuple(prefill)
-        return plan
+        return _Plan(self._index(ids), cos, sin, layout, self._index(keep), last, write)
 
     def _forward(self, plan: _Plan) -> torch.Tensor:
-        """Hidden states [N, D] of all tokens before the final norm."""
+        """Final states [M, D], after the final norm, of the tokens that are wanted."""
         x = F.embedding(plan.ids, self.model.model.embed_tokens.weight)
-        tokens, dim, q, kv = len(plan.ids), self._dim, self._q_heads, self._kv_heads
-        half = dim // 2
+        dim, q, kv = self._dim, self._q_heads, self._kv_heads
         norms = None
         if self._qk_norm is not None:
             norms = self._qk_norm.index_select(1, self._head_kind)
         for index, layer in enumerate(self._layers):
-            qkv = F.linear(self._rms(x, layer.norm1), layer.qkv, layer.qkv_bias).view(tokens, q + 2 * kv, dim)
-            qk, v = qkv[:, : q + kv], qkv[:, q + kv :]
-            if norms is not None:
-                qk = self._rms(qk, norms[index])
-            qk = torch.addcmul(qk * plan.cos, qk.roll(half, -1), plan.sin)
-            attended = self._attend(index, plan, qk[:, :q], qk[:, q:], v)
+            normed = self._rms(x, layer.norm1)
+            layout, heads_norm = plan.layout, None if norms is None else norms[index]
+            if index + 1 < len(self._layers) or len(plan.keep) == len(plan.ids):
+                qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(-1, q + 2 * kv, dim)
+                turned = self._turn(qkv[:, : q + kv], heads_norm, plan.cos, plan.sin)
+                queries, keys, values = turned[:, :q], turned[:, q:], qkv[:, q + kv :]
+            else:
+                layout = plan.last
+                weight, bias = layer.qkv, layer.qkv_bias
+                pair = F.linear(normed, weight[q * dim :], None if bias is None else bias[q * dim :])
+                pair = pair.view(-1, 2 * kv, dim)
+                heads_norm_k = None if heads_norm is None else heads_norm[q:]
+                keys, values = self._turn(pair[:, :kv], heads_norm_k, plan.cos, plan.sin), pair[:, kv:]
+                x, normed = x.index_select(0, plan.keep), normed.index_select(0, plan.keep)
+                queries = F.linear(normed, weight[: q * dim], None if bias is None else bias[: q * dim])
+                cos, sin = plan.cos.index_select(0, plan.keep), plan.sin.index_select(0, plan.keep)
+                heads_norm_q = None if heads_norm is None else heads_norm[:q]
+                queries = self._turn(queries.view(-1, q, dim), heads_norm_q, cos, sin)
+            if plan.write is not None:
+                for buffer, new in ((self.buffers.keys, keys), (self.buffers.values, values)):
+                    buffer[index].view(-1, dim).index_copy_(0, plan.write, new.reshape(-1, dim))
+            attended = self._attend(index, layout, queries, keys, values)
             x = x + F.linear(attended, layer.out, layer.out_bias)
             gate_up = F.linear(self._rms(x, layer.norm2), layer.gate_up, layer.gate_up_bias)
             gate, up = gate_up.chunk(2, -1)
             x = x + F.linear(self._act(gate) * up, layer.down, layer.down_bias)
-        return x
+        if len(plan.keep) == len(plan.ids):
+            x = x.index_select(0, plan.keep)
+        return self._rms(x, self.model.model.norm.weight)
+
+    def _turn(
+        self, heads: torch.Tensor, norm: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Norm and rotary embedding of heads [N, H, dim]."""
+        if norm is not None:
+            heads = self._rms(heads, norm)
+        return torch.addcmul(heads * cos, heads.roll(self._dim // 2, -1), sin)
 
     def _attend(
-        self, index: int, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, index: int, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of q [N, q_heads, dim]; writes k, v [N, kv_heads, dim] to the slots first."""
-        tokens, kv, dim, repeat = len(q), self._kv_heads, self._dim, self._repeat
-        if plan.write is not None:
-            keys, values = self.buffers.keys[index], self.buffers.values[index]
-            keys.view(-1, dim).index_copy_(0, plan.write, k.reshape(-1, dim))
-            values.view(-1, dim).index_copy_(0, plan.write, v.reshape(-1, dim))
+        """Attention [M, q_heads * dim] of q [M, q_heads, dim]; k, v [N, kv_heads, dim] are this batch's own."""
+        kv, dim, repeat = self._kv_heads, self._dim, self._repeat
         parts = []
-        if plan.decode:
-            low, high = plan.lanes
+        if layout.single:
+            low, high = layout.lanes
             # The query heads that share a key head stand as its queries, so keys are not repeated.
-            grouped = q[: plan.decode].reshape(-1, kv, repeat, dim)
-            if plan.scatter is not None:
-                grouped = grouped.new_zeros(high - low, kv, repeat, dim).index_copy_(0, plan.scatter, grouped)
+            grouped = q[: layout.single].reshape(-1, kv, repeat, dim)
+            if layout.place is not None:
+                spread = grouped.new_zeros(high - low, kv, repeat, dim)
+                grouped = spread.index_copy_(0, layout.place, grouped)
             out = F.scaled_dot_product_attention(
                 grouped,
-                keys[low:high, :, : plan.length],
-                values[low:high, :, : plan.length],
-                attn_mask=plan.decode_mask,
+                self.buffers.keys[index][low:high, :, : layout.length],
+                self.buffers.values[index][low:high, :, : layout.length],
+                attn_mask=layout.mask,
                 scale=self._scale,
             )
-            if plan.scatter is not None:
-                out = out.index_select(0, plan.scatter)
-            parts.append(out.reshape(plan.decode, -1))
-        for first, end, slot, length, mask in plan.prefill:
-            if slot < 0:
-                row_k, row_v = k[first:end].transpose(0, 1), v[first:end].transpose(0, 1)
+            if layout.place is not None:
+                out = out.index_select(0, layout.place)
+            parts.append(out.reshape(layout.single, -1))
+        for piece in layout.pieces:
+            if piece.slot < 0:
+                own = slice(piece.begin, piece.begin + piece.length)
+                row_k, row_v = k[own].transpose(0, 1), v[own].transpose(0, 1)
             else:
-                row_k, row_v = keys[slot, :, :length], values[slot, :, :length]
-            shape = (kv, repeat, length, dim)
+                row_k = self.buffers.keys[index][piece.slot, :, : piece.length]
+                row_v = self.buffers.values[index][piece.slot, :, : piece.length]
+            shape = (kv, repeat, piece.length, dim)
             out = F.scaled_dot_product_attention(
-                q[first:end].view(-1, kv, repeat, dim).permute(1, 2, 0, 3),
+                q[piece.first : piece.end].view(-1, kv, repeat, dim).permute(1, 2, 0, 3),
                 row_k[:, None].expand(shape),
                 row_v[:, None].expand(shape),
-                attn_mask=mask,
-                is_causal=mask is None,
+                attn_mask=piece.mask,
+                is_causal=piece.mask is None,
                 scale=self._scale,
             )
-            parts.append(out.permute(2, 0, 1, 3).reshape(end - first, -1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts).view(tokens, -1)
+            parts.append(out.permute(2, 0, 1, 3).reshape(piece.end - piece.first, -1))
+        if not parts:
+            return q.new_zeros(0, self._q_heads * dim)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], None, self._eps) * weight
