@@ -33,7 +33,7 @@ class DoneReason(str, Enum):
 
 
 class TextInfo(TypedDict, total=False):
-    """The keys that every `info` has; environments may add some.
+    """The keys that every `info` has; environments may add some, first of all ``task_type``.
 
     Attributes:
         task: id of the running task.
@@ -166,6 +166,10 @@ class TextEnv(gymnasium.Env[str, str]):
         """Whether there is such a task; a subclass with endless tasks says so here."""
         return task in self.tasks
 
+    def task_type(self, task: str) -> str | None:
+        """The kind of task that an id names, as results are grouped by; None where there are no kinds."""
+        return None
+
     def gold_path(self) -> list[str] | None:
         """Actions that solve the running task from its start, or None where none is known."""
         return None
@@ -279,6 +283,9 @@ class TextEnv(gymnasium.Env[str, str]):
             "done_reason": done_reason,
             "turns": self._turns,
         }
+        task_type = self.task_type(self._running())
+        if task_type is not None:
+            info["task_type"] = task_type
         info.update(outcome.extra)
         return info
 

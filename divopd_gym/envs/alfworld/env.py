@@ -120,6 +120,10 @@ class ALFWorldEnv(TextEnv):
             admissible_actions=reply.admissible,
         )
 
+    def task_type(self, task: str) -> str:
+        """ALFWorld's own name of the task type: before the first dash of a game's folder, or a house id's middle."""
+        return task.split("-", 1)[0] if self._games is not None else task.split("/")[1]
+
     def gold_path(self) -> list[str] | None:
         """The stored winning actions of the running task in the player's words; None where the game has none.
 
