@@ -27,7 +27,7 @@ class EvalPoint:
     Attributes:
         update: Completed updates of the weights evaluated.
         trained_tokens: Tokens trained up to then.
-        wall_s: Seconds since the run began.
+        wall_s: Seconds since the run began, when these weights were there to be evaluated.
         rate: Strict success, 0 to 1.
         low: Lower end of its 95 % interval.
         high: Upper end.
@@ -67,7 +67,7 @@ class EvalPoint:
         return cls(
             update=int(line.get("update") or 0),
             trained_tokens=trained_tokens,
-            wall_s=float(line.get("wall_s") or 0.0),
+            wall_s=float(line.get("asked_s") or line.get("wall_s") or 0.0),
             rate=float(rate),
             low=low,
             high=high,

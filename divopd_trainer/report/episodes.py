@@ -56,9 +56,9 @@ class RolloutScan:
     Attributes:
         episodes: Records for the page's episode view, in order of arrival.
         rollouts: How many were recorded.
-        valid_rollouts: How many have a turn that could be trained.
+        valid_rollouts: How many reached the learner with a turn that could be trained.
         never_used: How many of those had none trained.
-        valid_turns: Turns that could be trained.
+        valid_turns: Turns that reached the learner and could be trained.
         trained_turns: Distinct turns that were.
         dead_turns: Student turns that could not, by reason.
         success_by_version: Last policy version -> (successes, rollouts).
@@ -108,6 +108,8 @@ def scan_rollouts(run: Run, limit: int = 60) -> RolloutScan:
     for batch in run.batches:
         for key in batch.selected:
             trained_at.setdefault(tuple(key), batch.update)
+    # Rollouts that came after the last batch was composed had no chance to be used.
+    arrived = {rid for batch in run.batches for rid, _ in batch.arrivals}
     scan, sample = RolloutScan(), Thinning(limit)
     versions: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     depths: dict[tuple[str, bool], list[int]] = defaultdict(lambda: [0, 0])
@@ -116,10 +118,11 @@ def scan_rollouts(run: Run, limit: int = 60) -> RolloutScan:
         student = [turn for turn in rollout.turns if turn.actor == Actor.STUDENT.value]
         valid = [turn for turn in student if turn.valid]
         trained = [turn for turn in valid if (turn.rollout_id, turn.index) in trained_at]
-        scan.valid_rollouts += bool(valid)
-        scan.never_used += bool(valid) and not trained
-        scan.valid_turns += len(valid)
-        scan.trained_turns += len(trained)
+        if not arrived or rollout.rollout_id in arrived:
+            scan.valid_rollouts += bool(valid)
+            scan.never_used += bool(valid) and not trained
+            scan.valid_turns += len(valid)
+            scan.trained_turns += len(trained)
         scan.dead_turns.update(turn.why_not for turn in student if not turn.valid)
         if rollout.policy_versions is not None:
             tally = versions[rollout.policy_versions[1]]

@@ -340,3 +340,66 @@ def test_train_refuses_an_unknown_setting(capsys):
 def test_data_check_of_an_empty_folder_says_what_is_missing(tmp_path, capsys):
     code, _, err = run(["data", "check", "alfworld", "--data_dir", str(tmp_path)], capsys)
     assert code == 2 and str(tmp_path) in err
+
+
+# --- expert and sft -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("command", "option"), [("expert", "--noise"), ("sft", "--observation_weight")])
+def test_help_of_expert_and_sft_follows_their_functions(command, option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert option in out and "(default:" in out
+
+
+def test_sft_refuses_a_missing_recording(tmp_path, capsys):
+    argv = ["sft", "--model", "tiny", "--episodes", str(tmp_path / "no"), "--out", str(tmp_path / "m")]
+    code, _, err = run(argv, capsys)
+    assert code == 2 and "divopd expert --out" in err
+
+
+def test_expert_refuses_an_environment_without_one(tmp_path, capsys):
+    argv = [
+        "expert",
+        "--env_id",
+        ENV_ID,
+        "--episodes",
+        "1",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path / "e.zst"),
+    ]
+    code, _, err = run(argv, capsys)
+    assert code == 2 and "expert" in err and "Traceback" not in err
+
+
+@pytest.mark.env
+def test_a_tiny_model_goes_from_recording_to_evaluation(tmp_path, capsys):
+    pytest.importorskip("textworld")
+    episodes, model = tmp_path / "e.jsonl.zst", tmp_path / "model"
+    house = "split=generated,family=tiny,num_tasks=3"
+    argv = ["expert", "--env_kwargs", house, "--episodes", "6", "--workers", "1", "--out", str(episodes)]
+    assert run(argv, capsys)[0] == 0
+    shape = "tiny:layers=1,width=32,heads=2,mlp=64,positions=512"
+    argv = [
+        "sft",
+        "--model",
+        shape,
+        "--episodes",
+        str(episodes),
+        "--out",
+        str(model),
+        "--updates",
+        "3",
+        "--quiet",
+    ]
+    assert run(argv, capsys)[0] == 0
+    out_file = tmp_path / "eval.json"
+    argv = ["eval", "--model", str(model), "--env_kwargs", house, "--prompt_style", "tiny", "--max_tokens", "6",
+            "--max_turns", "3", "--workers", "1", "--out", str(out_file)]  # fmt: skip
+    code, _, err = run(argv, capsys)
+    assert code == 0, err
+    assert json.loads(out_file.read_text())["episodes"] == 3

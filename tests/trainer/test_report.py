@@ -1,14 +1,16 @@
+import dataclasses
 import json
 import re
 import sys
 
+import numpy as np
 import pytest
 from run_fakes import fake_rollout, fake_run
 
 from divopd_trainer.records import RecordError, RunWriter, read_run
 from divopd_trainer.report import write_report
 from divopd_trainer.report.collect import EvalPoint, charts_of, collect
-from divopd_trainer.report.episodes import Thinning, depth_band, scan_rollouts
+from divopd_trainer.report.episodes import Thinning, depth_band, episode_json, scan_rollouts
 from divopd_trainer.report.svg import format_number, ticks
 
 
@@ -80,6 +82,21 @@ def test_never_used_rollouts_are_counted_as_in_the_replay(run_dir):
     assert scan.never_used / scan.valid_rollouts == pytest.approx(
         replay(load_stream(run), "divopd").summary["never_used_share"]
     )
+
+
+def test_rollouts_that_came_after_the_last_batch_are_not_called_unused(tmp_path):
+    path = fake_run(tmp_path / "run", updates=3)
+    before = scan_rollouts(read_run(path))
+    with RunWriter(path) as writer:
+        writer.write_rollout(fake_rollout(999, 3, 4, np.random.default_rng(0)))
+    after = scan_rollouts(read_run(path))
+    assert after.rollouts == before.rollouts + 1
+    assert (after.valid_rollouts, after.never_used) == (before.valid_rollouts, before.never_used)
+
+
+def test_an_evaluation_stands_at_the_time_its_weights_were_there():
+    point = EvalPoint.from_line({"success_rate": 0.5, "episodes": 4, "wall_s": 90.0, "asked_s": 60.0})
+    assert point.wall_s == 60.0
 
 
 def test_several_runs_share_the_charts(run_dir, tmp_path):
@@ -167,13 +184,7 @@ def test_axis_ticks_are_round_and_inside():
 
 
 def test_a_long_observation_is_cut(tmp_path):
-    import numpy as np
-
-    from divopd_trainer.report.episodes import episode_json
-
     rollout = fake_rollout(0, 0, 1, np.random.default_rng(0))
-    import dataclasses
-
     rollout.turns[0] = dataclasses.replace(rollout.turns[0], observation="x" * 10_000)
     text = episode_json(rollout, {})["turns"][0]["o"]
     assert len(text) < 5000 and "6000 more" in text
