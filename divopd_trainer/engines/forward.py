@@ -165,12 +165,13 @@ class ForwardThread:
             if lease is None:
                 return
             self._waiting.popleft()
-            if lease.copy_from is not None:
-                self.backend.buffers.copy_prefix(lease.copy_from, lease.slot, lease.reused)
             job.slot, job.fed, job.cached = lease.slot, lease.reused, lease.reused
             job.version = self.policy_version
-            self.counters["cached_tokens"] += lease.reused
+            # Running before the copy, so that a failed copy gives the slot back.
             self._running.append(job)
+            if lease.copy_from is not None:
+                self.backend.buffers.copy_prefix(lease.copy_from, lease.slot, lease.reused)
+            self.counters["cached_tokens"] += lease.reused
 
     def _advance(self) -> None:
         """One forward pass: a token for every running response, and as much of new prompts as fits."""

@@ -358,6 +358,27 @@ def test_failed_forward_pass_fails_its_requests_and_the_engine_goes_on():
     assert again.cached_tokens == 0 and len(again.token_ids) > 0
 
 
+def test_failed_copy_of_a_prefix_gives_the_slot_back():
+    async def go(engine, seeds):
+        asked = [engine.generate(GenerateRequest(prompt(5, 40), 4, seed=s, cache_key=s)) for s in seeds]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    with student(max_slots=2) as engine:
+        asyncio.run(go(engine, [1]))
+        buffers = engine._forward.backend.buffers
+        real = buffers.copy_prefix
+
+        def broken(*_):
+            buffers.copy_prefix = real
+            raise MemoryError("no room")
+
+        buffers.copy_prefix = broken
+        (failed,) = asyncio.run(go(engine, [2]))
+        assert isinstance(failed, EngineError)
+        after = asyncio.run(go(engine, [3, 4, 5]))
+    assert all(len(g.token_ids) > 0 for g in after)
+
+
 def test_weights_that_are_not_finite_are_named():
     model = qwen3()
     with student(model) as engine:
