@@ -67,13 +67,17 @@ def script(session, rng):
         yield rng.choice(session.last.admissible)
 
 
-def test_texts_commands_and_won_are_those_of_alfworlds_own_environment(data, stock):
-    rng = random.Random(0)
+# In parts, since ALFWorld's own environment takes seconds a game on a busy machine: 60 games in all.
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(10))
+def test_texts_commands_and_won_are_those_of_alfworlds_own_environment(data, stock, part):
+    rng = random.Random(part)
     games = []
     for split, count in (("valid_seen", 21), ("valid_unseen", 21), ("valid_train", 9), ("train", 9)):
         listed = find_split(split, data)
-        games += [listed.path(t) for t in rng.sample(listed.tasks, count)]
-    assert len(games) == 60
+        games += [listed.path(t) for t in random.Random(split).sample(listed.tasks, count)]
+    games = games[part::10]
+    assert len(games) == 6
     turns = 0
     for game in games:
         session = engine().start(read_game(game))
@@ -93,7 +97,7 @@ def test_texts_commands_and_won_are_those_of_alfworlds_own_environment(data, sto
             note(theirs, text, infos["won"], infos["admissible_commands"])
             turns += 1
         assert ours.hexdigest() == theirs.hexdigest(), game
-    assert turns > 400
+    assert turns > 40
 
 
 @pytest.mark.parametrize(
