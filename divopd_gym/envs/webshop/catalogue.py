@@ -6,10 +6,12 @@ A file is opened read-only and shared by any number of processes; a generated ca
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import threading
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
@@ -25,9 +27,9 @@ __all__ = ["Catalogue", "CatalogueWriter"]
 
 _SCHEMA = """
 CREATE TABLE products (
-    row INTEGER PRIMARY KEY, asin TEXT NOT NULL, category TEXT, query TEXT, low REAL, high REAL,
-    choices INTEGER, data BLOB
+    row INTEGER PRIMARY KEY, asin TEXT NOT NULL, category TEXT, query TEXT, data BLOB
 );
+CREATE TABLE arrays (name TEXT PRIMARY KEY, data BLOB) WITHOUT ROWID;
 CREATE TABLE terms (term TEXT PRIMARY KEY, number INTEGER) WITHOUT ROWID;
 CREATE TABLE attributes (attribute TEXT PRIMARY KEY, goals INTEGER) WITHOUT ROWID;
 CREATE TABLE human (number INTEGER PRIMARY KEY, row INTEGER, data TEXT);
@@ -52,6 +54,7 @@ class CatalogueWriter:
         # The folder is renamed into place when complete, so a torn file is never seen.
         self._db.executescript("PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF;" + _SCHEMA)
         self._attributes: Counter[str] = Counter()
+        self._prices, self._choices = array("d"), array("q")
         self.asins: list[str] = []
 
     def add(self, product: Product) -> None:
@@ -66,18 +69,17 @@ class CatalogueWriter:
             for attribute in product.instruction_attributes:
                 self._attributes[attribute] += choices
         self._db.execute(
-            "INSERT INTO products VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO products VALUES (?, ?, ?, ?, ?)",
             (
                 row,
                 product.asin,
                 product.category,
                 product.query,
-                product.prices[0],
-                product.prices[1] if len(product.prices) > 1 else None,
-                choices,
                 zlib.compress(product.to_json().encode(), 1),
             ),
         )
+        self._prices.extend((product.prices[0], product.prices[1] if len(product.prices) > 1 else math.nan))
+        self._choices.append(choices)
         # Goals are made of those that name at least one attribute.
         self._db.executemany(
             "INSERT INTO human (row, data) VALUES (?, ?)",
@@ -94,6 +96,11 @@ class CatalogueWriter:
         db = self._db
         db.executemany("INSERT INTO attributes VALUES (?, ?)", self._attributes.items())
         db.executemany("INSERT INTO terms VALUES (?, ?)", sorted(terms.items()))
+        # Read as a whole whenever a shop opens, so kept as a whole.
+        db.executemany(
+            "INSERT INTO arrays VALUES (?, ?)",
+            [("prices", self._prices.tobytes()), ("choices", self._choices.tobytes())],
+        )
         db.executescript(_INDEXES)
         db.commit()
         if self.path is None:
@@ -168,15 +175,15 @@ class Catalogue:
 
     def price_ranges(self) -> tuple[np.ndarray, np.ndarray]:
         """``float64[N]`` each: the price or its lower end, and the upper end or NaN."""
-        rows = self._rows("SELECT low, high FROM products ORDER BY row")
-        low = np.array([r[0] for r in rows], dtype=np.float64)
-        return low, np.array([np.nan if r[1] is None else r[1] for r in rows], dtype=np.float64)
+        both = np.frombuffer(self._array("prices"), dtype=np.float64).reshape(-1, 2)
+        return both[:, 0].copy(), both[:, 1].copy()
+
+    def _array(self, name: str) -> bytes:
+        return self._one("SELECT data FROM arrays WHERE name = ?", name)[0]
 
     def choices(self) -> np.ndarray:
         """``int64[N]``: how many generated goals each product has; -1 where it has no generated request."""
-        return np.array(
-            [r[0] for r in self._rows("SELECT choices FROM products ORDER BY row")], dtype=np.int64
-        )
+        return np.frombuffer(self._array("choices"), dtype=np.int64)
 
     def human(self) -> list[tuple[int, dict[str, Any]]]:
         """Row and request of each goal written by people, in catalogue order."""
