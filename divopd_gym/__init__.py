@@ -23,7 +23,10 @@ __all__ = [
 ]
 
 # Each id's module is imported only when an environment is made.
-_ENVIRONMENTS = {"divopd_gym/ALFWorld-v0": "divopd_gym.envs.alfworld.env:ALFWorldEnv"}
+_ENVIRONMENTS = {
+    "divopd_gym/ALFWorld-v0": "divopd_gym.envs.alfworld.env:ALFWorldEnv",
+    "divopd_gym/WebShop-v0": "divopd_gym.envs.webshop.env:WebShopEnv",
+}
 
 for _id, _entry_point in _ENVIRONMENTS.items():
     if _id not in gymnasium.registry:

@@ -57,9 +57,12 @@ def _listing(rng: random.Random) -> dict[str, Any]:
     attributes = rng.sample(kind.attributes, k=min(len(kind.attributes), rng.choice((2, 2, 3, 4))))
     material = rng.choice(kind.materials)
     use = rng.choice(kind.uses)
-    options = _options(rng, kind)
+    options = _options(rng, kind, department)
     colour = rng.choice(words.COLOURS)
-    title = f"{brand} {kind.noun.title()} {attributes[0].title()}, {material} {kind.noun} for {use}"
+    title = (
+        f"{brand} {kind.noun.title()} {attributes[0].title()}, {attributes[-1].title()} {material} {kind.noun} "
+        f"for {use}, {rng.choice(words.TAILS)}"
+    )
     nouns = [brand.lower(), *kind.noun.split(), *material.split(), *kind.noun.split(), *use.split()]
     if "color" not in options and rng.random() < 0.5:
         title += f", {colour.title()}"
@@ -91,11 +94,11 @@ def _again(rng: random.Random, record: dict[str, Any]) -> dict[str, Any]:
     return twin
 
 
-def _options(rng: random.Random, kind: words.ProductKind) -> dict[str, Any]:
+def _options(rng: random.Random, kind: words.ProductKind, department: str) -> dict[str, Any]:
     groups: dict[str, Any] = {}
     wanted = rng.choices((0, 1, 2, 3), weights=(45, 30, 21, 4))[0]
     for name in kind.groups[:wanted]:
-        pool = words.OPTION_VALUES[name]
+        pool = words.SIZES[department] if name == "size" else words.OPTION_VALUES[name]
         values = rng.sample(pool, k=min(len(pool), rng.choice((2, 3, 4, 4, 5, 6, 9))))
         groups[name] = [{"value": value, "image": None} for value in values]
     if rng.random() < 0.1:

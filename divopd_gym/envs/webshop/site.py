@@ -129,18 +129,24 @@ class Visit:
     # What a shopper can do.
     def act(self, action: str) -> Answer:
         """Do one action; what is not understood changes nothing."""
+        if not self.understands(action):
+            return Answer(False)
+        name, argument = parse_action(action)
+        if name == "search":
+            return self._search(argument.split(" "), 1)
+        return self._click(argument, self._clickables[argument])
+
+    def understands(self, action: str) -> bool:
+        """Whether an action would do something now."""
         name, argument = parse_action(action)
         if argument is None:
-            return Answer(False)
-        if name == "search" and (self._upstream or self.page.search_bar):
+            return False
+        if name == "search":
             keywords = argument.split(" ")
             # Two special searches for which the benchmark raises an exception.
-            if keywords[0] == "<a>" or (keywords == ["<c>"] and self._upstream):
-                return Answer(False)
-            return self._search(keywords, 1)
-        if name == "click" and argument in self._clickables and not self._is_search(argument):
-            return self._click(argument, self._clickables[argument])
-        return Answer(False)
+            crash = keywords[0] == "<a>" or (keywords == ["<c>"] and self._upstream)
+            return (self._upstream or self.page.search_bar) and not crash
+        return name == "click" and argument in self._clickables and not self._is_search(argument)
 
     def _is_search(self, name: str) -> bool:
         return name == "search" and (self._upstream or self._clickables[name].kind is Kind.BUTTON)

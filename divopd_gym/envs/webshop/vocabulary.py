@@ -278,15 +278,19 @@ OPTION_VALUES: dict[str, tuple[str, ...]] = {
         "Black", "White", "Dark Blue", "Navy", "Olive Green", "Light Gray", "Rose Gold", "Burgundy", "Mustard",
         "Ivory/White", "Teal", "Charcoal", "A-red", "Multicolor 2", "Coffee",
     ),
-    "size": (
-        "Small", "Medium", "Large", "X-Large", "XX-Large", '28" x 28"', '18" x 18"', "8 Ounce (Pack of 1)",
-        "1 Count (Pack of 6)", "5 ft", "6.6 ft", "10", "7.5", "One Size", "3x5 ft",
-    ),
     "style": ("Classic", "Modern", "Deluxe", "Basic", "With Case", "Set of 2", "Pro", "Vintage"),
     "scent": ("Lavender", "Fresh", "Unscented", "Rose/Vanilla", "Citrus"),
     "flavor name": ("Vanilla", "Dark Chocolate", "Honey Lemon", "Sea Salt", "Crème Brûlée", "Mixed Berry", "Mint"),
     "fit type": ("Men", "Women", "Regular", "Tall"),
 }  # fmt: skip
+
+SIZES: dict[str, tuple[str, ...]] = {
+    "beauty": ("1 Count", "1 Count (Pack of 6)", "8 Ounce (Pack of 1)", "2.5 Fl Oz", "Small", "Large"),
+    "electronics": ("5 ft", "6.6 ft", "10 ft", "3.3 ft", '6.1"', '6.7"', "Pack of 2"),
+    "garden": ('28" x 28"', '18" x 18"', "3x5 ft", "8x10 ft", "52 x 84 Inch/Pair", "120cm", "Large"),
+    "fashion": ("Small", "Medium", "Large", "X-Large", "XX-Large", "7", "7.5", "8", "9.5", "10", "One Size"),
+    "grocery": ("8 Ounce (Pack of 1)", "12 Count", "20 Count (Pack of 3)", "1.5 Pound", "Sampler"),
+}
 
 COLOURS = ("black", "white", "navy blue", "grey", "green", "rose gold", "beige", "purple")
 SYLLABLES = (
@@ -305,6 +309,13 @@ SYLLABLES = (
     "nam",
     "ost",
     "ri",
+)
+TAILS = (
+    "with Gift Box and 1 Year Warranty",
+    "New and Improved, Made to Last for Years",
+    "Perfect Present for Women, Men and Teens",
+    "Simple, Modern and Ready to Use",
+    "Best Choice for Everyday",
 )
 EXTRAS = (
     '28" x 28"',
