@@ -14,6 +14,7 @@ from divopd_gym.prompts.base import (
 )
 from divopd_gym.prompts.parsing import match_admissible, parse_bare, parse_tagged
 from divopd_gym.prompts.text import ActionPrompt, ThinkPrompt, TinyPrompt
+from divopd_gym.prompts.webshop import WebShopAction, WebShopThink, WebShopTiny
 
 __all__ = [
     "ALFWorldAction",
@@ -24,6 +25,9 @@ __all__ = [
     "PromptStyle",
     "ThinkPrompt",
     "TinyPrompt",
+    "WebShopAction",
+    "WebShopThink",
+    "WebShopTiny",
     "alias_placing",
     "get_prompt",
     "history_pairs",
@@ -38,3 +42,5 @@ for _style in (ThinkPrompt, ActionPrompt, TinyPrompt):
     register_prompt("*", _style.name, _style)
 for _style in (ALFWorldThink, ALFWorldAction, ALFWorldTiny):
     register_prompt("divopd_gym/ALFWorld-v0", _style.name, _style)
+for _style in (WebShopThink, WebShopAction, WebShopTiny):
+    register_prompt("divopd_gym/WebShop-v0", _style.name, _style)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from divopd_gym.core import DoneReason, Expert, Outcome, TextEnv, package_version
-from divopd_gym.envs.webshop.expert import ShopExpert, gold_path
+from divopd_gym.envs.webshop.expert import ShopExpert, gold_path, queries
 from divopd_gym.envs.webshop.generated import DEFAULT_PRODUCTS
 from divopd_gym.envs.webshop.goals import KINDS, PRICE_SEED, SPLITS, Goal
 from divopd_gym.envs.webshop.html import html_page
@@ -253,7 +253,7 @@ class WebShopEnv(TextEnv):
         """Every click, and where there is a search field, the search that anybody could make: for the goal."""
         names = [f"click[{name}]" for name in available["clickables"] if name != "search"]
         if available["has_search_bar"]:
-            names.insert(0, f"search[{' '.join(self._visit.goal.text.split())}]")
+            names.insert(0, f"search[{queries(self._visit.goal)[0]}]")
         # The odd text with a line break or without a lower case of its own cannot be clicked.
         return [name for name in names if self._visit.understands(name)]
 

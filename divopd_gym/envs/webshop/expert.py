@@ -14,6 +14,9 @@ from divopd_gym.envs.webshop.site import Visit
 
 __all__ = ["ShopExpert", "gold_path", "plan_options", "queries"]
 
+LONGEST_QUERY = 250
+"""Characters of a query at most; replies longer than 300 characters count as prose."""
+
 
 def plan_options(product: Product, goal: Goal) -> dict[str, str]:
     """Values to choose, by option group: those of a generated goal, the likest ones where people wrote it."""
@@ -37,7 +40,14 @@ def plan_options(product: Product, goal: Goal) -> dict[str, str]:
 def queries(goal: Goal) -> list[str]:
     """Searches worth trying: what was asked for without the price, then the title of the target."""
     asked = goal.text.rpartition(", and price lower than")[0] or goal.text
-    return [" ".join(text.split()) for text in (asked, goal.title) if text.strip()]
+    return [_short(text) for text in (asked, goal.title) if text.strip()]
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    if len(text) <= LONGEST_QUERY:
+        return text
+    return text[: LONGEST_QUERY + 1].rpartition(" ")[0] or text[:LONGEST_QUERY]
 
 
 class ShopExpert:
