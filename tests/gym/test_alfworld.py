@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
@@ -316,6 +317,19 @@ def test_losing_stdout_does_not_matter():
     finally:
         sys.stdout = before
     assert printed == ""
+
+
+@pytest.mark.parametrize("cut", [60, 400, -40])
+def test_a_damaged_problem_is_refused_and_the_engine_plays_on(cut):
+    source = house_from_id("tiny/pick_and_place_simple/778").source
+    with pytest.raises(DataNotFoundError, match="damaged"):
+        engine().start(replace(source, problem=source.problem[:cut]))
+    assert engine().start(source).step("look").understood
+
+
+def test_infos_name_the_task_type():
+    _, info = make().reset(options={"task": "tiny/look_at_obj_in_light/3"})
+    assert info["task_type"] == "look_at_obj_in_light"
 
 
 def test_a_house_is_loaded_without_touching_the_disk(tmp_path, monkeypatch):

@@ -42,15 +42,15 @@ def test_a_house_is_a_function_of_its_id(family):
 
 
 def test_the_houses_of_published_ids_do_not_change():
-    house = house_from_id("tiny/pick_cool_then_place_in_recep/4")
-    assert house.goal == "put a cool apple in sinkbasin"
+    house = house_from_id("small/pick_cool_then_place_in_recep/4")
+    assert house.goal == "cool some bread and put it in sidetable"
     assert house.gold_path == [
-        "go to countertop 1",
-        "take apple 1 from countertop 1",
         "go to fridge 1",
-        "cool apple 1 with fridge 1",
-        "go to sinkbasin 1",
-        "move apple 1 to sinkbasin 1",
+        "open fridge 1",
+        "take bread 1 from fridge 1",
+        "cool bread 1 with fridge 1",
+        "go to sidetable 2",
+        "move bread 1 to sidetable 2",
     ]
 
 
@@ -295,3 +295,19 @@ def test_a_door_that_was_closed_again_is_opened_again():
         ("close fridge 1", "You close the fridge 1."),
     ]
     assert expert("put a egg in desk", *turns).act() == "open fridge 1"
+
+
+def test_the_older_games_words_are_used_when_asked_for():
+    player = SearchExpert(wording="put")
+    player.reset(ROOM.format("put a pen in desk"), {})
+    turns = [
+        ("go to desk 1", "You arrive at loc 5. On the desk 1, you see nothing."),
+        ("go to shelf 1", "You arrive at loc 3. On the shelf 1, you see a pen 1, and a cd 1."),
+        ("take pen 1 from shelf 1", "You pick up the pen 1 from the shelf 1."),
+        ("go to desk 2", "You arrive at loc 4. On the desk 2, you see nothing."),
+    ]
+    for turn in turns:
+        player.observe(*turn, {})
+    assert player.act() == "put pen 1 in/on desk 2"
+    player.observe("put pen 1 in/on desk 2", "You put the pen 1 in/on the desk 2.", {})
+    assert player.holding is None

@@ -117,7 +117,11 @@ class Engine:
         with self.lock:
             return Session(self, source)
 
-    # Everything below is called by sessions, under the lock.
+    def forget(self) -> None:
+        """Let the next session load its game again, as after a fork in the middle of a turn."""
+        self._running = None
+
+    # What is below is called by sessions, under the lock.
     def _focus(self, session: Session) -> ctypes.CDLL:
         if self._running is not session:
             self._running = None
@@ -264,6 +268,7 @@ def _after_fork() -> None:
     _engine_guard = threading.Lock()
     if _engine is not None:
         _engine.lock = threading.RLock()
+        _engine.forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)

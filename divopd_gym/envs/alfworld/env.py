@@ -11,7 +11,7 @@ from typing import Any
 from divopd_gym.core import Expert, Outcome, TextEnv, package_version
 from divopd_gym.envs.alfworld.engine import GameSource, Reply, Session, engine
 from divopd_gym.envs.alfworld.expert import SearchExpert
-from divopd_gym.envs.alfworld.games import Split, digest, find_split, read_game, wording
+from divopd_gym.envs.alfworld.games import Split, digest, find_split, read_game, task_type, wording
 from divopd_gym.envs.alfworld.houses import HouseFamily, get_family, house_from_id, task_ids
 from divopd_gym.errors import ConfigError
 
@@ -24,7 +24,7 @@ class ALFWorldEnv(TextEnv):
 
     The first state in which the goal holds ends the episode with success. An action that is not among
     ``info["admissible_actions"]`` (leading and trailing blanks aside) costs a turn, is answered with "Nothing happens."
-    and flagged by ``info["valid_action"] = False``.
+    and flagged by ``info["valid_action"] = False``. One key more than usual: ``info["task_type"]``, ALFWorld's name of it.
 
     Args:
         split: ``generated`` (no data needed), ``train``, ``valid_seen``, ``valid_unseen`` or ``valid_train``.
@@ -71,6 +71,8 @@ class ALFWorldEnv(TextEnv):
         self._known = frozenset(self._tasks)
         self._engine = engine()
         self._session: Session | None = None
+        self._type = ""
+        self._wording = "move"
 
     @property
     def tasks(self) -> Sequence[str]:
@@ -99,7 +101,9 @@ class ALFWorldEnv(TextEnv):
     def _start(self, task: str, seed: int, options: dict[str, Any]) -> tuple[str, Outcome]:
         if options:
             raise ConfigError(f"reset options {sorted(options)} are unknown; ALFWorld knows only 'task'")
-        self._session = self._engine.start(self._source(task))
+        source = self._source(task)
+        self._session = self._engine.start(source)
+        self._type, self._wording = task_type(task), wording(source.grammar)
         reply = self._session.last
         text = _BANNER.sub("", reply.text)
         found = _TASK.search(text)
@@ -109,8 +113,7 @@ class ALFWorldEnv(TextEnv):
         reply = self._session.step(action)
         return self._outcome(reply, reply.text)
 
-    @staticmethod
-    def _outcome(reply: Reply, text: str) -> Outcome:
+    def _outcome(self, reply: Reply, text: str) -> Outcome:
         return Outcome(
             observation=text,
             score=float(reply.won),
@@ -118,6 +121,7 @@ class ALFWorldEnv(TextEnv):
             success=reply.won,
             valid_action=reply.understood,
             admissible_actions=reply.admissible,
+            extra={"task_type": self._type},
         )
 
     def task_type(self, task: str) -> str:
@@ -137,8 +141,11 @@ class ALFWorldEnv(TextEnv):
         return list(walkthrough) if walkthrough else None
 
     def expert(self) -> Expert:
-        """A fresh `SearchExpert`: in the order of the room text in small generated houses, likely places first else."""
-        return SearchExpert(self._family.search if self._family is not None else "likely")
+        """A fresh `SearchExpert`: in the order of the room text in small generated houses, likely places first else.
+
+        It uses the words of the game that was last started.
+        """
+        return SearchExpert(self._family.search if self._family is not None else "likely", self._wording)
 
     def versions(self) -> dict[str, str]:
         """Packages, the wording of the games and a digest of the tasks' data."""

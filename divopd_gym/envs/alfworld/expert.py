@@ -8,7 +8,6 @@ always give the same next action.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from divopd_gym.envs.alfworld.engine import NOTHING_HAPPENS
 from divopd_gym.envs.alfworld.world import HOLDS, LAMP, LAMP_STANDS, OPENABLE
@@ -26,7 +25,7 @@ _ACTIONS = {
     "open": re.compile(rf"open ({_THING})"),
     "close": re.compile(rf"close ({_THING})"),
     "take": re.compile(rf"take ({_THING}) from ({_THING})"),
-    "move": re.compile(rf"move ({_THING}) to ({_THING})"),
+    "move": re.compile(rf"(?:move|put) ({_THING}) (?:to|in/on) ({_THING})"),
     "treat": re.compile(rf"(clean|heat|cool) ({_THING}) with ({_THING})"),
 }
 _GOALS = (
@@ -57,13 +56,15 @@ class SearchExpert:
     Args:
         order: ``listed`` searches in the order in which the room text lists the receptacles; ``likely`` first visits
             those that usually hold such an object, which real rooms with their dozens of drawers need.
+        wording: ``move`` (games of ALFWorld 0.4) or ``put`` (earlier ones: "put apple 1 in/on desk 1").
 
     Attributes:
         goal: what was understood of the task: (kind, object type, receptacle or lamp type), or None.
     """
 
-    def __init__(self, order: str = "listed"):
+    def __init__(self, order: str = "listed", wording: str = "move"):
         self.order = order
+        self.wording = wording
         self.goal: tuple[str, str, str] | None = None
         self._forget()
 
@@ -215,6 +216,8 @@ class SearchExpert:
             return on_the_way
         if receptacle not in self.contents:
             return f"examine {receptacle}"
+        if self.wording == "put":
+            return f"put {self.holding} in/on {receptacle}"
         return f"move {self.holding} to {receptacle}"
 
     def _put_away(self) -> str:
@@ -294,18 +297,3 @@ def _read_goal(sentence: str) -> tuple[str, str, str] | None:
         if match:
             return kind, match["obj"], match["recep"]
     return None
-
-
-def executed(pairs: Iterable[tuple[str, str]], first: str, order: str = "listed") -> SearchExpert:
-    """An expert that has read a whole history.
-
-    Args:
-        pairs: (action, observation after it), oldest first.
-        first: the observation of reset.
-        order: see `SearchExpert`.
-    """
-    expert = SearchExpert(order)
-    expert.reset(first, {})
-    for action, observation in pairs:
-        expert.observe(action, observation, {})
-    return expert

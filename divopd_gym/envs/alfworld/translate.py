@@ -16,6 +16,8 @@ import pkgutil
 import sys
 from dataclasses import dataclass
 
+from divopd_gym.errors import DataNotFoundError
+
 # The settings under which TextWorld translates for play: nothing is pruned.
 _OPTIONS = {
     "filter_unimportant_vars": False,
@@ -56,9 +58,11 @@ def translate(domain: str, problem: str) -> Translation:
 
     Returns:
         The translation; the last 64 are remembered.
+
+    Raises:
+        DataNotFoundError: the problem is malformed.
     """
     modules = _translator()
-    problem_lists = modules["lisp_parser"].parse_nested_list(problem.split("\n"))
     options = modules["options"]
     before = {key: getattr(options, key, None) for key in _OPTIONS}
     collecting = gc.isenabled()
@@ -67,11 +71,18 @@ def translate(domain: str, problem: str) -> Translation:
     try:
         for key, value in _OPTIONS.items():
             setattr(options, key, value)
+        problem_lists = modules["lisp_parser"].parse_nested_list(problem.split("\n"))
         task = modules["parsing_functions"].parse_task(pickle.loads(_domain_lists(domain)), problem_lists)
         modules["normalize"].normalize(task)
         sas_task = modules["translate"].pddl_to_sas(task)
         sas = io.StringIO()
         sas_task.output(sas)
+    # The translator leaves the process on some malformed problems.
+    except (Exception, SystemExit) as error:
+        raise DataNotFoundError(
+            f"the game's PDDL could not be translated ({type(error).__name__}: {error}); the file is damaged or of "
+            "another domain: download the data again with `divopd data download alfworld`"
+        ) from error
     finally:
         for key, value in before.items():
             setattr(options, key, value)
