@@ -155,6 +155,16 @@ class WebShopEnv(TextEnv):
         """Ids: the goals' indices as texts."""
         return self._tasks
 
+    @property
+    def visit(self) -> Visit:
+        """The running visit.
+
+        Raises:
+            ResetNeeded: no task was started.
+        """
+        self._running()
+        return self._visit
+
     def goal(self, task: str) -> Goal:
         """The goal of a task.
 
