@@ -40,7 +40,7 @@ def write_pngs(charts: Sequence[Chart], folder: str | Path) -> list[Path]:
     with matplotlib.rc_context(_STYLE):
         columns = min(3, len(charts))
         rows = -(-len(charts) // columns)
-        overview = Figure(figsize=(5 * columns, 3.3 * rows), layout="constrained")
+        overview = Figure(figsize=(5 * columns, 3.3 * rows), layout="tight")
         axes = list(overview.subplots(rows, columns, squeeze=False).flat)
         for axis, chart in zip(axes, charts):
             _draw(axis, chart)
@@ -48,14 +48,14 @@ def write_pngs(charts: Sequence[Chart], folder: str | Path) -> list[Path]:
             axis.set_visible(False)
         paths.append(_save(overview, folder / "overview.png"))
         for chart in charts:
-            figure = Figure(figsize=(6, 3.8), layout="constrained")
-            _draw(figure.subplots(), chart)
+            figure = Figure(figsize=(6, 3.8))
+            _draw(figure.add_axes((0.12, 0.14, 0.84, 0.76)), chart)
             paths.append(_save(figure, folder / f"{chart.key}.png"))
     return paths
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=140)
+    figure.savefig(path, dpi=120)
     return path
 
 

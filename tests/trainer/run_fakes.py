@@ -57,7 +57,7 @@ def fake_rollout(rid, version, turns, rng, success=False, dead=0.0, tokens=6):
     return rollout
 
 
-def fake_run(path, updates=20, preset="divopd", rows=16, load=1.6, seed=0, teacher=True, name_extra=None):
+def fake_run(path, updates=20, preset="divopd", rows=16, load=1.6, seed=0, teacher=True):
     """Write a whole run directory; returns its path."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -66,9 +66,9 @@ def fake_run(path, updates=20, preset="divopd", rows=16, load=1.6, seed=0, teach
         preset=preset, batch_rows=rows, pool_multiplier=4, cap=4, max_staleness=2, max_pending_age=8
     )
     config = dict(
-        method=preset, model="tiny/student", teacher="tiny/teacher", learning_rate=1e-4, updates=updates
+        method=preset, model="tiny/student", teacher="tiny/teacher", updates=updates, max_concurrent=16
     )
-    (path / "config.yaml").write_text(yaml.safe_dump(config | (name_extra or {})))
+    (path / "config.yaml").write_text(yaml.safe_dump(config))
     composer = BatchComposer(**settings, seed=0)
     rid = env_turns = trained = forwarded = 0
     with RunWriter(path, settings=settings | {"seed": 0}) as writer:

@@ -108,11 +108,24 @@ def test_several_runs_share_the_charts(run_dir, tmp_path):
     assert [part["run"] for part in embedded(page)] == ["divopd <0>", "vanilla"]
 
 
-def test_png_curves_are_drawn(run_dir, tmp_path):
+def test_idle_shares_are_of_waiting_time_and_of_episode_slots(run_dir):
+    figures = collect(read_run(run_dir))
+    learner, explorer = next(chart for chart in charts_of([figures]) if chart.key == "idle").series
+    line = figures.train[0]
+    assert learner.y[0] == pytest.approx(line["wait_s"] / (line["wait_s"] + line["learner_s"]))
+    assert explorer.y[0] == pytest.approx(max(0, 1 - figures.explorer[0]["in_flight"] / 16))
+
+
+def test_png_curves_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    files = write_report([run_dir], tmp_path / "r.html")
-    assert files.pngs[0].name == "overview.png"
-    assert {path.parent for path in files.pngs} == {tmp_path / "r_curves"}
+    with RunWriter(tmp_path) as writer:
+        for update in (0, 5):
+            writer.write_metrics(
+                kind="eval", update=update, policy_version=update, env_turns=0, success_rate=0.5, episodes=20
+            )
+    files = write_report([tmp_path])
+    assert [path.name for path in files.pngs][:2] == ["overview.png", "success_updates.png"]
+    assert {path.parent for path in files.pngs} == {tmp_path / "report_curves"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files.pngs)
 
 
