@@ -20,7 +20,7 @@ import numpy as np
 from divopd_gym.errors import ConfigError
 from divopd_trainer.framelog import FrameLogWriter, read_frames
 
-__all__ = ["SCHEMA", "read_episodes", "record_expert"]
+__all__ = ["SCHEMA", "InProcessPool", "read_episodes", "record_expert"]
 
 SCHEMA = 1
 _WORDS_KEPT = 400
@@ -166,7 +166,9 @@ async def _record(
 
     stats: dict[str, Any] = {"episodes": 0, "turns": 0, "won": 0, "wrong": 0}
     pool: Any = (
-        EnvPool(env_id, env_kwargs, workers=workers) if workers else _Here(env_id, env_kwargs, concurrency)
+        EnvPool(env_id, env_kwargs, workers=workers)
+        if workers
+        else InProcessPool(env_id, env_kwargs, concurrency)
     )
     waiting: list[list[tuple[int, str]]] = []
 
@@ -266,14 +268,21 @@ class _Words:
         return " ".join(parts)
 
 
-class _Here:
-    """Environments of this process behind the pool's calls, for a policy that wants many at once."""
+class InProcessPool:
+    """Environments of this process behind an `EnvPool`'s calls, for a policy that wants many at once.
+
+    Args:
+        env_id: Gymnasium id.
+        env_kwargs: Its keyword arguments.
+        count: How many; no more may be acquired at once.
+    """
 
     def __init__(self, env_id: str, env_kwargs: dict[str, Any], count: int) -> None:
         self.env_id, self.env_kwargs, self.count = env_id, env_kwargs, count
         self.free: list[_Handle] = []
 
     async def start(self) -> None:
+        """Build the environments."""
         import gymnasium
 
         import divopd_gym  # noqa: F401  (registers the environments)
@@ -281,13 +290,16 @@ class _Here:
         self.free = [_Handle(gymnasium.make(self.env_id, **self.env_kwargs)) for _ in range(self.count)]
 
     async def close(self) -> None:
+        """Close those that are not lent."""
         for handle in self.free:
             handle.env.close()
 
-    async def acquire(self) -> _Handle:
+    async def acquire(self, timeout_s: float | None = None) -> _Handle:
+        """A free environment; there must be one."""
         return self.free.pop()
 
     def release(self, handle: _Handle) -> None:
+        """Give an environment back."""
         self.free.append(handle)
 
 

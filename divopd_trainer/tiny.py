@@ -46,13 +46,15 @@ PHRASES: dict[str, tuple[str, ...]] = {
         " is open. in it, you see", ", you see", " from the", " to the", " using the", "nothing happens.",
         "you are facing the", ". next to it, you see", "you are carrying:", "you are not carrying anything.",
         "this is a normal", ". in it, you see", "there's nothing special about", "this is a", ", and a", ", a",
-        " under the", "go to", "put a", "put a clean", "put a hot", "put a cool", "put two", "look at", " nothing.",
+        " under the", " nothing.", "go to", "\nput a", "\nput a clean", "\nput a hot", "\nput a cool", "\nput two",
+        "\nlook at",
     ),
 }  # fmt: skip
 """The fixed wording of an environment in the "tiny" prompt style: phrases that may be one token each."""
 
-# A name with its number ("cabinet 1") is one word: it is what the models copy.
-_WORDS = r" ?[A-Za-z]+ [0-9]+| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s"
+# A name and its number are two words, so that "egg" in a goal and in "egg 1" are the same token: a tiny model learns to
+# match them at once, and hardly ever where they are not.
+_WORDS = r" ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class TinySpec:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024, keep: Sequence[str] = ()) -> Any:
-    """Train a byte-level BPE whose names ("cabinet 1") are one token each once they are frequent.
+    """Train a byte-level BPE whose words are one token each once they are frequent.
 
     Any text can be encoded and comes back unchanged.
 

@@ -32,10 +32,11 @@ def test_any_text_comes_back_unchanged(text):
     assert codec.decode(codec.encode(text)) == text
 
 
-def test_names_and_fixed_wording_are_one_token_each():
+def test_names_and_fixed_wording_are_one_token_each_and_the_number_another():
     pieces = [TOKENIZER.decode([i]) for i in ChatCodec(TOKENIZER).encode(TEXTS[2])]
-    assert pieces[:5] == ["you arrive at", " cabinet 1", ". the", " cabinet 1", " is closed."]
-    assert len(ChatCodec(TOKENIZER).reply("go to cabinet 1")) == 3
+    assert pieces[:7] == ["you arrive at", " cabinet", " 1", ". the", " cabinet", " 1", " is closed."]
+    assert pieces[7:] == ["\nput a", " egg", " in", " desk", "."]
+    assert len(ChatCodec(TOKENIZER).reply("go to cabinet 1")) == 4
 
 
 def test_codec_writes_what_the_template_writes():
