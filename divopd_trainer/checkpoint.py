@@ -42,7 +42,6 @@ class SideState:
         explorer: `ExplorerState` as JSON values, or None when there was none to ask.
         composer: `BatchComposer.state_dict()`.
         counters: Counters of the collator and the trainer.
-        more: Anything else; JSON values only.
     """
 
     update: int
@@ -52,7 +51,6 @@ class SideState:
     explorer: dict[str, Any] | None = None
     composer: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, Any] = field(default_factory=dict)
-    more: dict[str, Any] = field(default_factory=dict)
 
 
 def save_side_state(folder: Path, state: SideState) -> None:
@@ -76,7 +74,6 @@ def save_side_state(folder: Path, state: SideState) -> None:
         "pending": [[seen, turn.rollout_id, turn.index] for seen, turn in pending],
         "unread": [[turn.rollout_id, turn.index] for turn in unread],
         "counters": state.counters,
-        "more": state.more,
     }
     with FrameLogWriter(target / "held.jsonl.zst") as log:
         for rollout in held.values():
@@ -118,7 +115,6 @@ def load_side_state(folder: Path) -> SideState:
         explorer=record["explorer"],
         composer=composer,
         counters=record["counters"],
-        more=record["more"],
     )
 
 

@@ -23,7 +23,7 @@ from trl.experimental.async_distillation import AsyncDistillationConfig  # noqa:
 
 from divopd_gym.errors import ConfigError  # noqa: E402
 
-from .composer import PRESETS  # noqa: E402
+from .config_checks import DIVERGENCES, METHODS, check_together, check_values, parse_history  # noqa: E402
 
 __all__ = [
     "DIVERGENCES",
@@ -34,10 +34,6 @@ __all__ = [
     "parse_config",
     "save_config",
 ]
-
-METHODS = tuple(PRESETS)
-DIVERGENCES = ("sampled_reverse_kl", "forward_kl_topk", "jsd_topk")
-_UNUSED = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -213,8 +209,8 @@ class DivOPDConfig(AsyncDistillationConfig):
                 raise ConfigError(
                     f"{name} is {value!r}; expected a mapping of keyword arguments, e.g. {{size: tiny}}."
                 )
-        self._check_values()
-        self._check_together()
+        check_values(self)
+        check_together(self)
 
     def _resolve(self) -> None:
         """Make the names that mean one thing agree, before transformers looks at them."""
@@ -258,94 +254,6 @@ class DivOPDConfig(AsyncDistillationConfig):
             self.resume_from_checkpoint = None
         self.remove_unused_columns = False
 
-    def _check_values(self) -> None:
-        for name, allowed in (
-            ("method", METHODS),
-            ("divergence", DIVERGENCES),
-            ("packing_layout", ("auto", "padded", "packed")),
-            ("progress", ("auto", "live", "plain", "none")),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                close = difflib.get_close_matches(str(value), allowed, 1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.{hint}")
-        at_least = dict.fromkeys(
-            ("max_turns", "max_tokens", "batch_rows", "pool_multiplier", "updates", "max_concurrent"), 1
-        )
-        at_least |= dict.fromkeys(
-            ("env_workers", "attempts_per_task", "max_microbatch_tokens", "explorer_threads"), 1
-        )
-        at_least |= dict.fromkeys(("max_nonfinite_updates", "max_failed_episodes", "recovery_patience"), 1)
-        at_least |= dict.fromkeys(("max_staleness", "max_pending_age", "eval_every", "save_every"), 0)
-        at_least |= dict.fromkeys(("keep_checkpoints", "recovery_budget", "recovery_warmup"), 0)
-        at_least |= {"max_explorer_restarts": 0, "max_model_len": 2}
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {least}.")
-        for name in ("cap", "epochs", "eval_episodes", "learner_threads"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} is {value!r}; expected null or a whole number of at least 1.")
-        for name in ("heartbeat_stale_after_s", "stop_grace_s", "env_step_timeout_s", "env_reset_timeout_s"):
-            self._check_positive(name)
-        for name in ("episode_timeout_s", "eval_timeout_s", "temperature", "teacher_temperature"):
-            self._check_positive(name)
-        if self.load is not None:
-            self._check_positive("load")
-        if not 0 <= self.tokenizer_mismatch_limit <= 1:
-            raise ConfigError(
-                f"tokenizer_mismatch_limit is {self.tokenizer_mismatch_limit}; expected a share from 0 to 1."
-            )
-        if self.eval_temperature < 0:
-            raise ConfigError(f"eval_temperature is {self.eval_temperature}; expected 0 (greedy) or more.")
-        parse_history(self.history)
-
-    def _check_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise ConfigError(f"{name} is {value!r}; expected a number above 0.")
-
-    def _check_together(self) -> None:
-        if self.gradient_accumulation_steps != 1:
-            raise ConfigError(
-                f"gradient_accumulation_steps is {self.gradient_accumulation_steps}; expected 1, because one composed "
-                "batch is exactly one update. Limit memory with max_microbatch_tokens instead."
-            )
-        if self.beta == 1.0 and not self.add_tail_bucket:
-            raise ConfigError(
-                "beta is 1 with add_tail_bucket false: the divergence over one renormalised token is exactly 0, so "
-                "nothing would be learned. Set add_tail_bucket to true, or use divergence: sampled_reverse_kl."
-            )
-        changed = [
-            f"{name}={getattr(self, name)}" for name, value in _UNUSED.items() if getattr(self, name) != value
-        ]
-        if changed:
-            raise ConfigError(
-                f"{', '.join(changed)}: sampling must follow softmax(logits / temperature), whose log-probs are "
-                "trained on. Leave top_p 1, top_k 0, min_p null and repetition_penalty 1."
-            )
-        if self.max_tokens >= self.max_model_len:
-            raise ConfigError(
-                f"max_tokens is {self.max_tokens} and max_model_len is {self.max_model_len}: no token is left for a "
-                "prompt. Raise max_model_len or lower max_tokens."
-            )
-        if self.engine != "local" and ":" not in self.engine:
-            raise ConfigError(
-                f"engine is {self.engine!r}; expected 'local' or an importable factory 'package.module:function'."
-            )
-        if self.engine == "local" and self.teacher_temperature != self.temperature:
-            raise ConfigError(
-                f"teacher_temperature is {self.teacher_temperature} and temperature is {self.temperature}: the local engine "
-                "scores at the sampling temperature. Leave teacher_temperature null."
-            )
-        if self.weight_sync_steps != 1 and self.max_staleness < self.weight_sync_steps:
-            raise ConfigError(
-                f"weight_sync_steps is {self.weight_sync_steps} with max_staleness {self.max_staleness}: every turn "
-                "would be stale before it could be trained. Set weight_sync_steps to 1 or raise max_staleness."
-            )
-
     @property
     def preset(self) -> str:
         """Composer preset of the method."""
@@ -375,22 +283,6 @@ class DivOPDConfig(AsyncDistillationConfig):
         if name is not None:
             kwargs["split"] = name
         return {**kwargs, **(self.eval_env_kwargs or {})} if evaluation else kwargs
-
-
-def parse_history(history: str) -> int | None:
-    """``accumulate`` -> None, ``window:3`` -> 3.
-
-    Raises:
-        ConfigError: Anything else.
-    """
-    if history == "accumulate":
-        return None
-    head, _, tail = str(history).partition(":")
-    if head == "window" and tail.isdigit():
-        return int(tail)
-    raise ConfigError(
-        f"history is {history!r}; expected 'accumulate' or 'window:N' with a whole number N of turns."
-    )
 
 
 def _check_keys(keys: Sequence[str], where: str) -> None:

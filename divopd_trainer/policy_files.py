@@ -6,16 +6,21 @@ shared memory where there is some, and files that nobody needs any more are dele
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 __all__ = ["PolicyFiles"]
 
 _MEMORY = Path("/dev/shm")
+_PREFIX = "divopd-policies-"
+_YOUNG_S = 60.0
 
 
 def _write(tensors: Iterable[tuple[str, Any]], folder: Path, version: int) -> Path:
@@ -49,6 +54,7 @@ class PolicyFiles:
         self._pins: dict[int, int] = {}
         self._loaded = -1
         self._folder: Path | None = None
+        self._lock: IO[str] | None = None
 
     @property
     def folder(self) -> Path:
@@ -58,7 +64,10 @@ class PolicyFiles:
             if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 8 * self.size_bytes:
                 parent = _MEMORY
             parent.mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix=f"divopd-{os.getpid()}-", dir=parent))
+            _clear_abandoned(parent)
+            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._lock = open(self._folder / "lock", "w")  # noqa: SIM115
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         return self._folder
 
     def path(self, version: int) -> Path:
@@ -114,8 +123,20 @@ class PolicyFiles:
         """Delete every file."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            self._lock.close()
             weights = self._run_dir / ".weights"
             if weights.is_dir() and not any(weights.iterdir()):
                 weights.rmdir()
         self._folder = None
         self._paths.clear()
+
+
+def _clear_abandoned(parent: Path) -> None:
+    """Delete what killed trainers left: nobody holds the lock of their folders any more."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _YOUNG_S:
+                continue
+            with open(folder / "lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)

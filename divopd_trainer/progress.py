@@ -204,9 +204,8 @@ def _figures(line: dict[str, Any], explorer: dict[str, float]) -> list[tuple[str
 
 def _evaluation(line: dict[str, Any]) -> str:
     text = f"{line.get('success_rate', float('nan')):.1%} success"
-    interval = line.get("success_interval") or line.get("interval")
-    if isinstance(interval, (list, tuple)) and len(interval) == 2:
-        text += f" [{interval[0]:.1%}, {interval[1]:.1%}]"
+    if "success_low" in line:
+        text += f" [{line['success_low']:.1%}, {line['success_high']:.1%}]"
     return text + f", {line.get('episodes', '?')} episodes"
 
 

@@ -23,6 +23,7 @@ from .collator import PackOptions, TurnCollator
 from .composer import BatchComposer
 from .config import DivOPDConfig, save_config
 from .explorer.messages import EvalDone, Evaluate, PoolStatus, SetPolicy
+from .metrics_log import read_metrics
 from .progress import make_progress
 from .records import RunWriter
 
@@ -117,15 +118,21 @@ class RunSession:
         """The explorer has just been started."""
         self._playing = True
         self.handle_messages()
-        if self.args.eval_at_start and self.update == 0:
+        # A resumed run makes up for the evaluation that the interrupted one did not finish.
+        if self._evaluation_due() and self.update not in self._done_evaluations:
             self.evaluate()
 
     def update_ended(self) -> None:
         """An update is done and its weights are written."""
         self.handle_messages()
-        every = self.args.eval_every
-        if every and self.update % every == 0 and self.update < self.args.updates:
+        if self._evaluation_due():
             self.evaluate()
+
+    def _evaluation_due(self) -> bool:
+        every = self.args.eval_every
+        if self.update == 0:
+            return self.args.eval_at_start
+        return bool(every) and self.update % every == 0 and self.update < self.args.updates
 
     def ended(self) -> None:
         """The last update is done; wait for the evaluations unless somebody wants to leave."""
@@ -261,7 +268,6 @@ class RunSession:
                 "skipped_updates": self.trainer.skipped_updates,
                 "lost_evaluations": self.lost_evaluations,
             },
-            more={"done_evaluations": sorted(self._done_evaluations)},
         )
 
     def _write(self, kind: str, update: int, version: int, values: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +285,8 @@ class RunSession:
         if state is not None:
             self.trainer.skipped_updates = state.counters["skipped_updates"]
             self.lost_evaluations = state.counters["lost_evaluations"]
-            self._done_evaluations = set(state.more["done_evaluations"])
+            evaluations = read_metrics(self.trainer.run_dir.path, ["eval"])
+            self._done_evaluations = {e["update"] for e in evaluations if e["update"] <= state.update}
             self.writer.resume(
                 update=state.update,
                 policy_version=state.policy_version,

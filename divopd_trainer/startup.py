@@ -235,6 +235,8 @@ def explorer_config(
     Raises:
         ConfigError: Values that the explorer cannot work with.
     """
+    # The checkpoint of an adapter is no whole model; its first policy file is, and is loaded before play begins.
+    whole = checkpoint is not None and (checkpoint / "config.json").exists()
     controller, options = "student", {}
     if config.recovery:
         controller = "recovery"
@@ -252,7 +254,7 @@ def explorer_config(
         "group": config.attempts_per_task,
         "eval_env_kwargs": config.environment(evaluation=True),
         "engine": config.engine,
-        "student": str(checkpoint or config.model),
+        "student": str(checkpoint) if whole else config.model,
         "teacher": config.teacher,
         "tokenizer": config.model,
         "prompt_style": config.prompt_style,

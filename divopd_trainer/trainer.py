@@ -21,7 +21,6 @@ from typing import Any
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch  # noqa: E402
-from accelerate import PartialState  # noqa: E402
 from accelerate.utils import is_peft_model  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback  # noqa: E402
@@ -89,14 +88,12 @@ class DivOPDTrainer(AsyncDistillationTrainer):
             self.run_dir.checkpoints, args.resume_from_checkpoint, warnings.warn
         )
         worker, side_state = None, None
-        if PartialState().is_main_process:
+        if args.process_index == 0:
             self.run_dir.claim(resume=self._resume is not None)
             side_state = checkpoints.load_side_state(self._resume) if self._resume else None
             worker = explorer(side_state and side_state.explorer, self._resume)
-        kwargs = dict(args.model_init_kwargs or {})
         on_gpu = torch.cuda.is_available() and not args.use_cpu
-        kwargs.setdefault("attn_implementation", "sdpa")
-        args.model_init_kwargs = kwargs
+        args.model_init_kwargs = {"attn_implementation": "sdpa"} | dict(args.model_init_kwargs or {})
         self.policy_files = PolicyFiles(args.run_dir, lambda: self.model_version + 1)
         with _peak_flops_only_on_gpu(on_gpu), _quiet("transformers.trainer_callback"):
             super().__init__(
@@ -125,8 +122,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         self.weighting = weighting
         self.skipped_updates = 0
         self._nonfinite_in_a_row = 0
-        self._sums = torch.zeros(4)
-        self._batch: dict[str, Any] = {}
+        self._sums, self._batch = torch.zeros(4), {}
         self._learner_s = self._sync_s = 0.0
         self._grad_norm = float("nan")
         self._learning_rate = 0.0
@@ -193,8 +189,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         world = self.accelerator.num_processes
         self._batch = inputs["facts"]
         self._learning_rate = self._get_learning_rate()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
-        share = inputs["share"]
+        share, sums = inputs["share"], torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
         for number, micro in enumerate(share):
             last = number == len(share) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
@@ -311,8 +306,8 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         sums = self.accelerator.reduce(self._sums, reduction="sum").tolist()
         if self.session is not None:
             tokens = max(sums[3], 1.0)
-            line = dict(self._batch)
-            line |= {
+            line = {
+                **self._batch,
                 "loss": sums[0],
                 "kl_per_token": sums[1] / tokens,
                 "logprob_drift": sums[2] / tokens,
@@ -436,12 +431,15 @@ def run(
     from .explorer.process import ExplorerProcess
     from .startup import check_run, explorer_config
 
-    findings = check_run(config) if PartialState().is_main_process else None
+    findings = check_run(config) if config.process_index == 0 else None
 
     def explorer(state: dict[str, Any] | None, checkpoint: Path | None) -> ExplorerProcess:
         update = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-        settings = explorer_config(config, checkpoint, update)
-        return ExplorerProcess(settings, state=state, max_restarts=config.max_explorer_restarts)
+        return ExplorerProcess(
+            explorer_config(config, checkpoint, update),
+            state=state,
+            max_restarts=config.max_explorer_restarts,
+        )
 
     disable_progress_bar()
     trainer = (trainer_class or DivOPDTrainer)(config, **{"explorer": explorer, **options})

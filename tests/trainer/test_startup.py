@@ -138,6 +138,9 @@ def test_the_explorer_is_told_the_same_limits_and_begins_where_the_checkpoint_en
     assert (e.max_tokens, e.max_model_len, e.batch_rows, e.max_staleness) == (8, 128, 4, 2)
     assert (e.load, e.workers, e.policy_version, e.student) == (None, 3, 0, c.model)
     assert e.controller == "recovery" and e.controller_kwargs["patience"] == 3
+    (tmp_path / "checkpoint-7").mkdir()
+    assert explorer_config(c, tmp_path / "checkpoint-7", 7).student == c.model
+    (tmp_path / "checkpoint-7" / "config.json").write_text("{}")
     later = explorer_config(c, tmp_path / "checkpoint-7", 7)
     assert (later.student, later.policy_version, later.tokenizer) == (
         str(tmp_path / "checkpoint-7"),

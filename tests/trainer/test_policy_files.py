@@ -1,0 +1,90 @@
+"""Policy files: there while anybody reads them, gone afterwards, also after a trainer that was killed."""
+
+import fcntl
+import os
+import time
+
+import pytest
+
+from divopd_trainer import policy_files
+from divopd_trainer.policy_files import PolicyFiles
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_files, "_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+
+    def write(tensors, folder, version):
+        path = folder / f"{version}.bin"
+        path.write_text(",".join(name for name, _ in tensors))
+        return path
+
+    versions = iter(range(100))
+    made = PolicyFiles(tmp_path / "run", lambda: next(versions), write=write)
+    yield made
+    made.destroy()
+
+
+def send(files, count):
+    for _ in range(count):
+        files.send_weights([("w", None)])
+
+
+def held(files):
+    return sorted(int(p.stem) for p in files.folder.glob("*.bin"))
+
+
+def test_files_stay_until_a_later_version_is_loaded(files):
+    send(files, 4)
+    assert held(files) == [0, 1, 2, 3]
+    files.loaded(2)
+    assert held(files) == [2, 3]
+
+
+def test_the_newest_file_always_stays_for_an_explorer_that_is_started_again(files):
+    send(files, 2)
+    files.loaded(9)
+    assert held(files) == [1]
+
+
+def test_a_pinned_version_stays_until_its_last_evaluation_is_done(files):
+    send(files, 1)
+    files.pin(0)
+    files.pin(0)
+    send(files, 2)
+    files.loaded(2)
+    assert held(files) == [0, 2]
+    files.unpin(0)
+    assert held(files) == [0, 2]
+    files.unpin(0)
+    assert held(files) == [2]
+
+
+def test_nothing_is_left_at_the_end(files, tmp_path):
+    send(files, 2)
+    files.destroy()
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_the_run_directory_is_used_when_memory_is_too_small(files, tmp_path):
+    files.size_bytes = 1 << 60
+    send(files, 1)
+    assert files.folder.parent == tmp_path / "run" / ".weights"
+    files.destroy()
+    assert not (tmp_path / "run" / ".weights").exists()
+
+
+def test_what_a_killed_trainer_left_is_cleared_and_what_a_living_one_holds_is_not(files, tmp_path):
+    dead, living, young = (
+        tmp_path / "shm" / f"divopd-policies-{name}" for name in ("dead", "living", "young")
+    )
+    for folder in (dead, living, young):
+        folder.mkdir()
+        (folder / "lock").write_text("")
+        if folder is not young:
+            os.utime(folder, (time.time() - 3600,) * 2)
+    with open(living / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        send(files, 1)
+        assert not dead.exists() and living.exists() and young.exists()
