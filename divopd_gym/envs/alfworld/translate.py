@@ -48,7 +48,7 @@ class Translation:
     changing: frozenset[str]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)
 def translate(domain: str, problem: str) -> Translation:
     """Translate one problem of a domain.
 
@@ -57,7 +57,7 @@ def translate(domain: str, problem: str) -> Translation:
         problem: text of the PDDL problem.
 
     Returns:
-        The translation; the last 64 are remembered.
+        The translation; the last 8 are remembered (a large room takes a megabyte).
 
     Raises:
         DataNotFoundError: the problem is malformed.
