@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,9 @@ def _options(argv: Sequence[str]) -> dict[str, Any]:
 
             check_names(list(source), known | set(DivOPDConfig.__dataclass_fields__), str(path))
             source = _from_training(source, known)
-    if values["run"]:
-        source["model"] = str(Path(values["run"]) / "final")
+    if values["run"] and own.get("policy", "student") == "student" and "model" not in own:
+        source["model"] = _final_student(Path(values["run"]))
+    source = _typed(source, parser, path)
     options = dict.fromkeys(values) | _DEFAULTS | {"policy": "student"}
     options |= {name: value for name, value in source.items() if value is not None} | own
     if options["policy"] == "teacher" and "model" not in own:
@@ -151,6 +153,28 @@ def _options(argv: Sequence[str]) -> dict[str, Any]:
     options["workers"] = options["workers"] or min(16, os.cpu_count() or 1)
     options["concurrency"] = options["concurrency"] or options["workers"]
     return options
+
+
+def _final_student(run: Path) -> str:
+    final = run / "final"
+    if not final.is_dir():
+        saved = sorted(str(path) for path in (run / "checkpoints").glob("checkpoint-*"))
+        rest = f"pass one of its checkpoints as --model: {', '.join(saved)}" if saved else "pass --model PATH"
+        raise ConfigError(f"{run} has no final student ({final} is missing: the run did not end); {rest}.")
+    return str(final)
+
+
+def _typed(source: dict[str, Any], parser: Parser, path: Any) -> dict[str, Any]:
+    """Text in a file, such as 1e-1, in the type of its option."""
+    types = {action.dest: action.type for action in parser._actions if action.type is not None}
+    typed = dict(source)
+    for name, value in source.items():
+        if isinstance(value, str) and name in types:
+            try:
+                typed[name] = types[name](value)
+            except (ValueError, ArgumentTypeError) as error:
+                raise ConfigError(f"{name} in {path} is {value!r}: {error}.") from None
+    return typed
 
 
 def _from_training(source: dict[str, Any], known: set[str]) -> dict[str, Any]:

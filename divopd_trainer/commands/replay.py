@@ -13,6 +13,13 @@ from ..cli_options import Parser, console, whole_number
 __all__ = ["main"]
 
 
+NO_CAP = "none"
+
+
+def _cap(text: str) -> int | str:
+    return NO_CAP if text.lower() in (NO_CAP, "null") else whole_number(1)(text)
+
+
 def _parser() -> Parser:
     parser = Parser(
         "replay",
@@ -48,7 +55,7 @@ def _parser() -> Parser:
         "--pool_multiplier", type=whole_number(1), metavar="N", help="pool in batches, c (as recorded)"
     )
     parser.add_argument(
-        "--cap", metavar="N", help="turns a rollout in the first sweep, k, or 'none' (as recorded)"
+        "--cap", type=_cap, metavar="N", help="turns a rollout in the first sweep, k, or 'none' (as recorded)"
     )
     parser.add_argument("--max_staleness", type=number, metavar="N", help="versions, delta (as recorded)")
     parser.add_argument("--max_pending_age", type=number, metavar="N", help="updates, W (as recorded)")
@@ -82,9 +89,7 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, name) is not None
     }
     if args.cap is not None:
-        overrides["cap"] = (
-            None if str(args.cap).lower() in ("none", "null") else whole_number(1)(str(args.cap))
-        )
+        overrides["cap"] = None if args.cap == NO_CAP else args.cap
     stream = load_stream(read_run(args.run))
     if args.load is not None:
         stream.settings |= {name: value for name, value in overrides.items() if name == "batch_rows"}

@@ -180,6 +180,12 @@ def test_replay_refuses_what_cannot_work(run_dir, more, capsys):
     assert code == 2 and "expected" in err or "choose" in err
 
 
+def test_a_cap_of_nothing_is_refused(run_dir):
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", run_dir, "--cap", "0"])
+    assert ended.value.code == 2
+
+
 def test_report_tells_where_it_wrote(run_dir, tmp_path, capsys):
     teacher = tmp_path / "t.json"
     teacher.write_text(json.dumps({"success_rate": 0.5, "episodes": 10}))
@@ -298,6 +304,13 @@ def test_eval_understands_the_settings_of_a_run(tmp_path, capsys):
     path.write_text(yaml.safe_dump(settings | {"learning_rat": 1}))
     code, _, err = run(argv, capsys)
     assert code == 2 and "learning_rate" in err
+
+
+def test_eval_of_a_run_that_did_not_end_names_its_checkpoints(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("temperature: 4e-1\n")
+    (tmp_path / "checkpoints" / "checkpoint-7").mkdir(parents=True)
+    code, _, err = run(["eval", "--run", str(tmp_path)], capsys)
+    assert code == 2 and "checkpoint-7" in err and "no final student" in " ".join(err.split())
 
 
 @pytest.mark.parametrize(
