@@ -123,7 +123,8 @@ class TurnCollator:
         writer: Where rollouts and selections are recorded; None records nothing.
         record_rollouts: Whether whole rollouts are recorded too.
         weighting: How tokens are weighted; None: mean over rows of the mean over valid tokens.
-        on_status: ``on_status(update, available, wanted, unread)`` when waiting begins and after a batch.
+        on_status: ``on_status(update, available, wanted, unread)`` when waiting begins, after each arrival while
+            waiting, and after a batch.
         on_wake: Called whenever the wait wakes up; for draining messages and drawing progress.
         stopping: Asked at every wake-up whether to give up waiting.
         clock: Seconds; only differences count.
@@ -246,6 +247,7 @@ class TurnCollator:
             rollout = self._next(self.poll_s)
             if rollout is not None:
                 self._take(rollout)
+                told = False  # the explorer paces itself by what is still missing
         return self._compose(update)
 
     def _compose(self, update: int) -> ComposedBatch | None:
