@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -403,7 +404,9 @@ def test_no_action_raises(compat, mode):
         elif draw < 0.6:
             action = "".join(rng.choices(letters, k=rng.randint(0, 30)))
         elif draw < 0.7:
-            action = f"{rng.choice(['search', 'click'])}[{''.join(rng.choices(letters, k=rng.randint(1, 20)))}]"
+            action = (
+                f"{rng.choice(['search', 'click'])}[{''.join(rng.choices(letters, k=rng.randint(1, 20)))}]"
+            )
         else:
             action = rng.choice(info["admissible_actions"] or [""])
         observation, _, terminated, truncated, info = env.step(action)
@@ -412,7 +415,7 @@ def test_no_action_raises(compat, mode):
 
 
 def _usage():
-    status = open("/proc/self/status").read()
+    status = Path("/proc/self/status").read_text()
     value = lambda key: int(status.split(key)[1].split()[0])  # noqa: E731
     return value("VmRSS:") / 1024, value("Threads:"), len(os.listdir("/proc/self/fd"))
 

@@ -51,7 +51,13 @@ def test_options_are_cleaned_and_empty_groups_dropped():
 
 @pytest.mark.parametrize(
     ("text", "prices"),
-    [("", [100.0]), (None, [100.0]), ("$1,234.50", [1234.5]), ("$5 - $7.5", [5.0, 7.5]), ("$1$2$3", [1.0, 2.0])],
+    [
+        ("", [100.0]),
+        (None, [100.0]),
+        ("$1,234.50", [1234.5]),
+        ("$5 - $7.5", [5.0, 7.5]),
+        ("$1$2$3", [1.0, 2.0]),
+    ],
 )
 def test_prices_are_read(text, prices):
     assert parse_prices(text) == prices
@@ -75,7 +81,7 @@ def test_files_are_read_piece_by_piece_at_any_chunk_size(tmp_path, monkeypatch, 
     array = [{"a": '["}', "b": [1, {"c": None}]}, {"ü": "\u2605"}]
     path.write_text(json.dumps(array, indent=2) + "\n")
     assert list(read_array(path)) == array
-    entries = {"a": {"x": [1]}, "b\"": {}}
+    entries = {"a": {"x": [1]}, 'b"': {}}
     path.write_text(json.dumps(entries))
     assert dict(read_object(path)) == entries
     path.write_text("{ }")

@@ -45,9 +45,7 @@ class _Server(ThreadingHTTPServer):
         """The page as it is now, with the episode's state under it."""
         note = f"Turn {self.info['turns']}."
         if self.over:
-            note = (
-                f"The visit is over ({self.info['done_reason']}). Score: {self.info['score']:.3f}. You can close this."
-            )
+            note = f"The visit is over ({self.info['done_reason']}). Score: {self.info['score']:.3f}. You can close this."
         elif not self.info["valid_action"]:
             note += " The last action did nothing."
         visit = self.env.visit
@@ -73,9 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         host, port = self.server.server_address[:2]
         hosts = {f"{name}:{port}" for name in (host, "localhost", "127.0.0.1")}
         origin = self.headers.get("Origin")
-        return self.headers.get("Host") in hosts and (
-            origin is None or origin.partition("://")[2] in hosts
-        )
+        return self.headers.get("Host") in hosts and (origin is None or origin.partition("://")[2] in hosts)
 
     def do_GET(self) -> None:
         """Show the page."""
@@ -149,7 +145,9 @@ def serve(
         server = _Server((host, port), env, info)
     except (OSError, OverflowError) as error:
         env.close()
-        raise ConfigError(f"cannot listen at {host}:{port} ({error}); choose another port, 0 for any") from error
+        raise ConfigError(
+            f"cannot listen at {host}:{port} ({error}); choose another port, 0 for any"
+        ) from error
     with server:
         server.timeout = 0.5
         (ready or _tell)(f"http://{host}:{server.server_address[1]}/")

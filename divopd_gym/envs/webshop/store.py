@@ -12,7 +12,8 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,9 @@ def build_store(
         ConfigError: there are no products.
     """
     if folder is None:
-        writer, postings = _fill(products, None, seen)
-        catalogue = writer.finish(postings[1])
-        print_ = hashlib.sha256("\n".join(writer.asins).encode()).hexdigest()
-        return Store(catalogue, postings[0], print_)
+        content = hashlib.sha256()
+        writer, (postings, terms) = _fill(_hashed(products, content), None, seen)
+        return Store(writer.finish(terms), postings, content.hexdigest())
     stamps = [] if sources is None else [_stamp(path) for path in sources.files]
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -117,6 +117,12 @@ def build_store(
         shutil.rmtree(work, ignore_errors=True)
         raise
     return open_store(folder, sources, limit)
+
+
+def _hashed(products: Iterable[Product], content: Any) -> Iterator[Product]:
+    for product in products:
+        content.update(product.to_json().encode("utf-8", "surrogatepass"))
+        yield product
 
 
 def _fill(products: Iterable[Product], work: Path | None, seen: Callable[[int], None] | None):
@@ -148,10 +154,12 @@ def _fingerprint(stamps: list[dict[str, Any]], limit: int | None) -> str:
 
 
 _open: weakref.WeakValueDictionary[tuple, Store] = weakref.WeakValueDictionary()
+# The last ones stay open, for environments that are made and closed again and again.
+_recent: deque[Store] = deque(maxlen=2)
 
 
 def open_store(folder: Path, sources: Sources | None = None, limit: int | None = None) -> Store:
-    """Open a store that `build_store` wrote; the same object while one in this process is in use.
+    """Open a store that `build_store` wrote; one object per process and store.
 
     Args:
         folder: the store.
@@ -173,6 +181,8 @@ def open_store(folder: Path, sources: Sources | None = None, limit: int | None =
     if found is None:
         found = Store(Catalogue(folder / _CATALOGUE), Postings.load(folder), meta["fingerprint"], folder)
         _open[key] = found
+    if found not in _recent:
+        _recent.append(found)
     return found
 
 
