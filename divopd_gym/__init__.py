@@ -26,6 +26,7 @@ __all__ = [
 _ENVIRONMENTS = {
     "divopd_gym/ALFWorld-v0": "divopd_gym.envs.alfworld.env:ALFWorldEnv",
     "divopd_gym/WebShop-v0": "divopd_gym.envs.webshop.env:WebShopEnv",
+    "divopd_gym/ScienceWorld-v0": "divopd_gym.envs.scienceworld.env:ScienceWorldEnv",
 }
 
 for _id, _entry_point in _ENVIRONMENTS.items():

@@ -13,6 +13,7 @@ from divopd_gym.prompts.base import (
     register_prompt,
 )
 from divopd_gym.prompts.parsing import match_admissible, parse_bare, parse_tagged
+from divopd_gym.prompts.scienceworld import ScienceWorldAction, ScienceWorldThink, ScienceWorldTiny
 from divopd_gym.prompts.text import ActionPrompt, ThinkPrompt, TinyPrompt
 from divopd_gym.prompts.webshop import WebShopAction, WebShopThink, WebShopTiny
 
@@ -23,6 +24,9 @@ __all__ = [
     "ActionPrompt",
     "ParsedAction",
     "PromptStyle",
+    "ScienceWorldAction",
+    "ScienceWorldThink",
+    "ScienceWorldTiny",
     "ThinkPrompt",
     "TinyPrompt",
     "WebShopAction",
@@ -44,3 +48,5 @@ for _style in (ALFWorldThink, ALFWorldAction, ALFWorldTiny):
     register_prompt("divopd_gym/ALFWorld-v0", _style.name, _style)
 for _style in (WebShopThink, WebShopAction, WebShopTiny):
     register_prompt("divopd_gym/WebShop-v0", _style.name, _style)
+for _style in (ScienceWorldThink, ScienceWorldAction, ScienceWorldTiny):
+    register_prompt("divopd_gym/ScienceWorld-v0", _style.name, _style)
