@@ -1,7 +1,8 @@
 """Supervised training on recorded episodes, in exactly the ids that the explorer would produce.
 
-TRL's `SFTTrainer` does the training. Replies that are the expert's own answer are trained; replies that were executed
-by mistake are context only; observations may be trained with a small weight, which tiny models learn faster with.
+TRL's `SFTTrainer` does the training. The target of every reply is the expert's; where something else was executed, the
+target is the expert's up to and including the first token that differs, and the rest of that reply is context only.
+Observations may be trained with a small weight, which tiny models learn faster with.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ class Sample:
 
     Attributes:
         token_ids: int32 [T].
-        kind: int8 [T]; 1 a token of a trained reply, 2 of a reply that was a mistake, 0 anything else.
+        targets: int32 [T]; what position t - 1 should have predicted: ``token_ids[t]``, but the expert's token where a
+            mistake begins.
+        kind: int8 [T]; 1 a target that is trained as a reply, 2 one that is not trained, 0 anything else.
     """
 
     token_ids: np.ndarray
+    targets: np.ndarray
     kind: np.ndarray
 
     def weights(self, observation_weight: float) -> np.ndarray:
@@ -53,12 +57,12 @@ def encode_episode(codec: ChatCodec, prompt: Any, episode: Mapping[str, Any], hi
         codec: Of the model's tokenizer.
         prompt: A `PromptStyle` made for `history`.
         episode: A record of `divopd_trainer.expert`.
-        history: "accumulate": one sequence, mistakes included as context. "window:n": one sequence a turn, with the
-            expert's answer as reply.
+        history: "accumulate": one sequence of what was executed. "window:n": one sequence a turn, with the expert's
+            answer as reply.
     """
     window = history_pairs(history)
     past: list[tuple[str, str]] = []
-    pieces: list[tuple[np.ndarray, int]] = []
+    pieces: list[Sample] = []
     samples: list[Sample] = []
     for number, turn in enumerate(episode["turns"]):
         info = {"goal": episode["goal"], "admissible_actions": turn["admissible"], "task": episode["task"]}
@@ -66,14 +70,11 @@ def encode_episode(codec: ChatCodec, prompt: Any, episode: Mapping[str, Any], hi
         user = prompt.user(number, turn["observation"], info, shown)
         if window is not None:
             opened, answer = codec.start(prompt.system(info), user), codec.reply(prompt.reply(turn["expert"]))
-            samples.append(_join([(opened, OBSERVED), (answer, TRAINED)]))
+            samples.append(_join([_observed(opened), _reply(answer, answer)]))
         else:
             opened = codec.start(prompt.system(info), user) if number == 0 else codec.extend(user)
-            right = turn["action"] == turn["expert"]
-            pieces += [
-                (opened, OBSERVED),
-                (codec.reply(prompt.reply(turn["action"])), TRAINED if right else SKIPPED),
-            ]
+            said, answer = (codec.reply(prompt.reply(turn[key])) for key in ("action", "expert"))
+            pieces += [_observed(opened), _reply(said, answer)]
         past.append((turn["observation"], turn["action"]))
     return samples if window is not None else [_join(pieces)]
 
@@ -246,9 +247,24 @@ def _load(model: Any, tokenizer: Any, seed: int) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-def _join(pieces: Sequence[tuple[np.ndarray, int]]) -> Sample:
-    kinds = [np.full(len(ids), kind, np.int8) for ids, kind in pieces]
-    return Sample(np.concatenate([ids for ids, _ in pieces]).astype(np.int32), np.concatenate(kinds))
+def _observed(ids: np.ndarray) -> Sample:
+    return Sample(ids, ids, np.full(len(ids), OBSERVED, np.int8))
+
+
+def _reply(said: np.ndarray, answer: np.ndarray) -> Sample:
+    """What was said, with the expert's answer as target as far as one follows from the other."""
+    targets, kind = said.copy(), np.full(len(said), SKIPPED, np.int8)
+    for place, (token, target) in enumerate(zip(said, answer)):
+        targets[place], kind[place] = target, TRAINED
+        if token != target:
+            break
+    return Sample(said, targets, kind)
+
+
+def _join(pieces: Sequence[Sample]) -> Sample:
+    columns = zip(*((p.token_ids, p.targets, p.kind) for p in pieces))
+    ids, targets, kind = (np.concatenate(column) for column in columns)
+    return Sample(ids.astype(np.int32), targets.astype(np.int32), kind)
 
 
 def _trainer(
@@ -272,7 +288,7 @@ def _trainer(
             ids = np.concatenate([s.token_ids for s in members])
             yield {
                 "input_ids": ids,
-                "labels": ids,
+                "labels": np.concatenate([s.targets for s in members]),
                 "weights": np.concatenate([s.weights(observation_weight) for s in members]),
                 "lengths": [len(s.token_ids) for s in members],
             }
@@ -281,15 +297,16 @@ def _trainer(
         (row,) = batch
         lengths = row["lengths"]
         ids = np.full((len(lengths), max(lengths)), pad, np.int64)
-        weights = np.zeros(ids.shape, np.float32)
+        targets, weights = ids.copy(), np.zeros(ids.shape, np.float32)
         start = 0
         for number, length in enumerate(lengths):
             ids[number, :length] = row["input_ids"][start : start + length]
+            targets[number, :length] = row["labels"][start : start + length]
             weights[number, :length] = row["weights"][start : start + length]
             start += length
         return {
             "input_ids": torch.from_numpy(ids),
-            "labels": torch.from_numpy(ids),
+            "labels": torch.from_numpy(targets),
             "weights": torch.from_numpy(weights),
         }
 
@@ -307,12 +324,12 @@ def _trainer(
         def compute_loss(
             self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            ids, weights = inputs["input_ids"], inputs["weights"][:, 1:]
+            ids, targets, weights = inputs["input_ids"], inputs["labels"][:, 1:], inputs["weights"][:, 1:]
             # Padding is on the right and attention is causal: no token sees it, so no mask is needed.
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
             chosen = weights > 0
             losses = torch.nn.functional.cross_entropy(
-                logits[chosen].float(), ids[:, 1:][chosen], reduction="none"
+                logits[chosen].float(), targets[chosen], reduction="none"
             )
             weights = weights[chosen]
             loss = (losses * weights).sum() / weights.sum()

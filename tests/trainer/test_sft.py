@@ -13,7 +13,7 @@ from divopd_gym.prompts import get_prompt
 from divopd_trainer.chat import ChatCodec
 from divopd_trainer.engines.base import Generation
 from divopd_trainer.explorer.episode import EpisodeLimits, run_episode
-from divopd_trainer.sft import SKIPPED, TRAINED, encode_episode, plan_batches, train_sft, transcript_texts
+from divopd_trainer.sft import TRAINED, encode_episode, plan_batches, train_sft, transcript_texts
 from divopd_trainer.tiny import TinySpec, build_model, train_tokenizer
 
 ENV = "divopd_test/CounterWithExpert-v0"
@@ -79,9 +79,11 @@ def test_accumulate_ids_are_exactly_the_explorers(mistakes):
     )
     (sample,) = encode_episode(codec, prompt, recorded, "accumulate")
     assert sample.token_ids.tolist() == rollout.turns[0].segment.token_ids.tolist()
-    for turn, number in zip(rollout.turns, range(len(rollout.turns))):
-        kind = SKIPPED if number in mistakes else TRAINED
-        assert (sample.kind[turn.start : turn.end] == kind).all()
+    for turn, record in zip(rollout.turns, recorded["turns"]):
+        answer = codec.reply(record["expert"])
+        targets = sample.targets[turn.start : turn.end][sample.kind[turn.start : turn.end] == TRAINED]
+        assert targets.tolist() == answer[: len(targets)].tolist()
+        assert len(targets) == (len(answer) if record["action"] == record["expert"] else 1)
     replies = sum(turn.end - turn.start for turn in rollout.turns)
     assert (sample.kind != 0).sum() == replies
 
@@ -110,13 +112,26 @@ def test_window_ids_are_exactly_the_explorers_and_answer_as_the_expert():
         assert (sample.kind == TRAINED).sum() == len(reply)
 
 
-def test_mistakes_and_only_they_have_no_weight():
+def test_a_mistake_is_trained_up_to_its_first_wrong_token_towards_the_experts():
     codec, prompt = ChatCodec(tokenizer()), get_prompt(ENV, "tiny", "accumulate")
-    (sample,) = encode_episode(codec, prompt, episode(mistakes=(1,)), "accumulate")
+    recorded = episode(mistakes=(1,))
+    recorded["turns"][1]["action"] = "go 7 or so"
+    (sample,) = encode_episode(codec, prompt, recorded, "accumulate")
     weights = sample.weights(0.25)
     assert set(weights.tolist()) == {0.0, 0.25, 1.0}
-    assert ((weights == 0) == (sample.kind == SKIPPED)).all()
-    assert codec.decode(sample.token_ids[weights == 0]) == "wait"
+    said, answer = codec.reply("go 7 or so"), codec.reply(recorded["turns"][1]["expert"])
+    start = next(
+        i
+        for i in range(len(sample.token_ids))
+        if sample.token_ids[i : i + len(said)].tolist() == said.tolist()
+    )
+    same = next(i for i, (a, b) in enumerate(zip(said, answer)) if a != b)
+    span = slice(start, start + len(said))
+    assert weights[span].tolist() == [1.0] * (same + 1) + [0.0] * (len(said) - same - 1)
+    assert sample.targets[span][: same + 1].tolist() == answer[: same + 1].tolist()
+    outside = np.ones(len(weights), bool)
+    outside[span] = False
+    assert (sample.targets[outside] == sample.token_ids[outside]).all()
 
 
 def test_batches_stay_within_their_tokens_and_go_through_all_samples():
