@@ -165,6 +165,8 @@ class TurnCollator:
         self._wait_began: float | None = None
         self.counters: Counter[str] = Counter()
         composer.on_drop = self._dropped
+        # A batch that could be full must not be short, or empty, for the dead turns in front of the valid ones.
+        composer.fill = True
 
     def _dropped(self, turn: Turn, why: str) -> None:
         self.counters[why] += 1
@@ -290,19 +292,22 @@ class TurnCollator:
     def _facts(self, update: int, batch: Batch, shares: list[list[MicroBatch]]) -> dict[str, Any]:
         rows = batch.selected
         trained: Counter[int] = Counter()
+        merged: dict[int, int] = {}
+        apart = 0
         for turn in rows:
-            trained[turn.rollout_id] += int(turn.valid_mask().sum())
+            n = int(turn.valid_mask().sum())
+            trained[turn.rollout_id] += n
+            if n:  # dead rows are not forwarded
+                merged[id(turn.segment)] = max(merged.get(id(turn.segment), 0), turn.end)
+                apart += turn.seq_len
         tokens = {rid: n for rid, n in trained.items() if n}
         staleness = Counter(update - 1 - turn.policy_version for turn in rows)
-        merged: dict[int, int] = {}
-        for turn in rows:
-            merged[id(turn.segment)] = max(merged.get(id(turn.segment), 0), turn.end)
         return {
             "rows": len(rows),
             "dead_rows": sum(not turn.valid for turn in rows),
             "short": len(rows) < self.composer.batch_rows,
             "forwarded_tokens": sum(merged.values()),
-            "forwarded_tokens_rows": sum(turn.seq_len for turn in rows),
+            "forwarded_tokens_rows": apart,
             "padded_tokens": sum(m.padded_tokens for share in shares for m in share),
             "micro_batches": len(shares[0]),
             "trained_tokens": sum(trained.values()),

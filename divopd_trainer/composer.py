@@ -102,6 +102,8 @@ class BatchComposer:
         counters: Totals since the start: read, selected, dead_selected, stale, gated, expired.
         on_drop: Called as ``on_drop(turn, why)`` for every turn that leaves unselected, with why one of "stale",
             "gated" and "expired"; not part of the saved state.
+        fill: Read beyond the pool's size while it holds fewer usable turns than a batch has rows, so that turns which
+            the gate discards cannot leave a batch short (False: algorithm 1 to the letter). Not part of the state.
 
     Raises:
         ConfigError: An unknown preset or a size out of range.
@@ -138,6 +140,7 @@ class BatchComposer:
         self.max_pending_age = max_pending_age
         self.seed = seed
         self.on_drop: Callable[[Any, str], None] | None = None
+        self.fill = False
         self.counters: Counter[str] = Counter()
         self._unread: deque[Any] = deque()
         self._pending: list[
@@ -162,7 +165,7 @@ class BatchComposer:
     def available(self, update: int) -> int:
         """How many turns, pending and unread, could be rows at this update: valid (if gated) and not stale.
 
-        Costs a few operations a policy version, so a learner can ask after every arrival. One call of `compose`
+        Costs a few operations a policy version, so a learner can ask after every arrival. Without `fill`, `compose`
         reads no more than the pool holds; if most of what it reads is gated, it selects fewer than this.
         """
         oldest = self._oldest_version(update)
@@ -245,10 +248,10 @@ class BatchComposer:
             else:
                 pool.append(entry)
         size = self.batch_rows * (self.pool_multiplier if self.preset.pooled else 1)
-        room = most = max(0, size - len(pool))
+        room, read = size - len(pool), 0
         unread, versions, gate = self._unread, self._unread_versions, self.preset.gate
         # Turns that the gate discards have used room: they were read before they were judged.
-        while room and unread:
+        while unread and (room > 0 or (self.fill and len(pool) < self.batch_rows)):
             turn = unread.popleft()
             version, usable = turn.policy_version, turn.valid or not gate
             if usable:
@@ -257,13 +260,13 @@ class BatchComposer:
                 batch.dropped_stale += 1
                 self._drop(turn, "stale")
                 continue
-            room -= 1
+            room, read = room - 1, read + 1
             if usable:
                 pool.append((update, turn))
             else:
                 batch.gated += 1
                 self._drop(turn, "gated")
-        self.counters["read"] += most - room
+        self.counters["read"] += read
         self._unread_versions = +self._unread_versions
         return pool
 

@@ -210,6 +210,7 @@ def replay(stream: Stream, preset: str, *, tail: float = 1.0, **overrides: Any) 
     """
     settings = stream.settings | overrides | {"preset": preset}
     composer = BatchComposer(**settings)
+    composer.fill = True  # as the learner's collator has it
     selected_turns: Counter[int] = Counter()
     valid_rollouts: set[int] = set()
     updates: list[dict[str, float | int]] = []
@@ -261,14 +262,15 @@ def _composition(update: int, batch: Any, unread: int) -> dict[str, float | int]
     longest: dict[tuple[int, int], int] = {}
     for turn in batch.selected:
         trained[turn.rollout_id] += turn.n_valid
-        forwarded[turn.rollout_id] += turn.seq_len
-        key = (turn.rollout_id, turn.segment)
-        longest[key] = max(longest.get(key, 0), turn.seq_len)
+        if turn.n_valid:  # dead rows are not forwarded
+            forwarded[turn.rollout_id] += turn.seq_len
+            key = (turn.rollout_id, turn.segment)
+            longest[key] = max(longest.get(key, 0), turn.seq_len)
     return {
         "update": update,
         "rows": len(batch.selected),
-        "rollouts": len(forwarded),
-        "turns_per_rollout": len(batch.selected) / max(len(forwarded), 1),
+        "rollouts": len(trained),
+        "turns_per_rollout": len(batch.selected) / max(len(trained), 1),
         "effective_rollouts": effective_rollouts(trained),
         "top1_share": top1_share(trained),
         "effective_rollouts_forwarded": effective_rollouts(forwarded),

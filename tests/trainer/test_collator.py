@@ -29,6 +29,14 @@ class Explorer(FakeExplorer):
                 self.make()
 
 
+def unscored(turn):
+    """The same turn without the teacher's scores: a dead row."""
+    fields = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn)}
+    for name in ("valid", "why_not", "score"):
+        fields.pop(name)
+    return make_turn(**{**fields, "teacher_logprobs": None})
+
+
 def fill(explorer, n):
     for _ in range(n):
         explorer.make()
@@ -111,10 +119,7 @@ def test_stale_and_dead_turns_are_counted_and_never_trained():
         if rid == 0:
             rollout.turns = [dataclasses.replace(t, policy_version=0) for t in rollout.turns]
         elif rid == 1:
-            fields = {f.name: getattr(rollout.turns[0], f.name) for f in dataclasses.fields(rollout.turns[0])}
-            for name in ("valid", "why_not", "score"):
-                fields.pop(name)
-            rollout.turns[0] = make_turn(**{**fields, "teacher_logprobs": None})
+            rollout.turns[0] = unscored(rollout.turns[0])
         return rollout
 
     explorer = Explorer(old)
@@ -131,10 +136,7 @@ def test_stale_and_dead_turns_are_counted_and_never_trained():
 def test_vanilla_keeps_dead_rows_in_the_denominator():
     def dead(explorer, rid):
         rollout = random_rollout(explorer, rid, turns=2)
-        fields = {f.name: getattr(rollout.turns[0], f.name) for f in dataclasses.fields(rollout.turns[0])}
-        for name in ("valid", "why_not", "score"):
-            fields.pop(name)
-        rollout.turns[0] = make_turn(**{**fields, "teacher_logprobs": None})
+        rollout.turns[0] = unscored(rollout.turns[0])
         return rollout
 
     explorer = Explorer(dead)
@@ -142,6 +144,24 @@ def test_vanilla_keeps_dead_rows_in_the_denominator():
     batch = collator(explorer, preset="vanilla").poll(1)
     assert batch.facts["rows"] == 4 and batch.facts["dead_rows"] == 2
     assert sum(float(m.weights.sum()) for m in batch.shares[0]) == pytest.approx(0.5)
+    # Dead rows take rows and no forward pass, so they are no cost either.
+    assert batch.facts["forwarded_tokens"] == sum(m.forwarded_tokens for m in batch.shares[0])
+    assert batch.facts["forwarded_tokens_rows"] == sum(t.seq_len for t in batch.rows if t.valid)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_dead_turns_in_front_never_leave_a_batch_empty_or_short(rows):
+    def late(explorer, rid):
+        rollout = random_rollout(explorer, rid, turns=1)
+        if rid < 8 * rows:
+            rollout.turns = [unscored(turn) for turn in rollout.turns]
+        return rollout
+
+    explorer = Explorer(late, ahead=9 * rows)
+    c = collator(explorer, rows=rows)
+    batch = c.poll(1)
+    assert batch is not None and len(batch.rows) == rows and not batch.facts["short"]
+    assert c.counters["gated"] == 8 * rows
 
 
 def test_teacher_turns_are_no_candidates():

@@ -203,6 +203,17 @@ def pool_before(composer, q, arrivals):
     return twin.compose(q, arrivals).selected
 
 
+@settings(max_examples=60, deadline=None)
+@given(stream=streams(), config=configs, preset=st.sampled_from(sorted(PRESETS)))
+def test_with_fill_a_batch_is_full_whenever_enough_turns_are_usable(stream, config, preset):
+    composer = BatchComposer(preset, **config)
+    composer.fill = True
+    for q, arrivals in enumerate(stream, 1):
+        composer.feed(arrivals)
+        usable = composer.available(q)
+        assert len(composer.compose(q).selected) == min(usable, composer.batch_rows)
+
+
 @settings(max_examples=40, deadline=None)
 @given(stream=streams(), config=configs, preset=st.sampled_from(["divopd", "divopd-base"]))
 def test_rollout_first_coverage_and_relaxation(stream, config, preset):
