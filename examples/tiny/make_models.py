@@ -3,7 +3,8 @@
     python examples/tiny/make_models.py --out examples/tiny/models
 
 Stages, each skipped if its result is there: record the searching expert with mistakes; train a tokenizer and the teacher;
-let the teacher play while the expert comments (DAgger) and train on; warm the student up on a small share; evaluate both.
+warm the student up on a small share; let teacher and students play while the expert comments (DAgger) and train the teacher
+on; evaluate teacher and student.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1, help="processes that record")
     parser.add_argument("--episodes", type=int, default=10_000, help="expert episodes")
-    parser.add_argument("--updates", type=int, default=450, help="of the teacher's first training")
-    parser.add_argument("--rounds", type=int, default=2, help="DAgger rounds")
-    parser.add_argument("--played", type=int, default=3_000, help="episodes a round")
+    parser.add_argument("--updates", type=int, default=260, help="of the teacher's first training")
+    parser.add_argument("--played", type=int, default=1_200, help="episodes a round")
     parser.add_argument("--more_updates", type=int, default=250, help="a round")
-    parser.add_argument("--student_updates", type=int, default=150)
+    parser.add_argument("--student_updates", type=int, default=90, help="of the warm student")
+    parser.add_argument(
+        "--sparring_updates", type=int, default=200, help="of a stronger student for the last round"
+    )
     parser.add_argument("--evaluate", type=int, default=200, help="held-out houses")
     args = parser.parse_args()
 
@@ -69,29 +72,39 @@ def main() -> None:
     teacher = work / "teacher-0"
     stage("teacher-0", train_sft,
         TEACHER, recordings, teacher, env_id=ENV, updates=args.updates,
-        batch_tokens=2048, lr=2e-3, matrix_lr=0.02, decay=0.5, observation_weight=0.1, seed=args.seed, dtype="float32",
+        batch_tokens=2048, lr=2e-3, matrix_lr=0.02, decay=0.3, observation_weight=0.1, seed=args.seed, dtype="float32",
         log_every=20, quiet=True,
     )  # fmt: skip
-    for number in range(1, args.rounds + 1):
-        played, previous = work / f"played-{number}.jsonl.zst", teacher
-        teacher = work / f"teacher-{number}"
-        stage(f"played-{number}", record_expert,
-            ENV, HOUSES, args.played, noise=(0.0, 0.1), seed=1000 + number, out=played, workers=0, repeats=2,
-            policy=previous, policy_mix=0.3,
+    for name, updates in (("student", args.student_updates), ("student-long", args.sparring_updates)):
+        stage(name, train_sft,
+            STUDENT, recordings, work / name, tokenizer=teacher, env_id=ENV, updates=updates, batch_tokens=2048,
+            lr=2e-3, matrix_lr=0.02, decay=0.5, observation_weight=0.1, max_episodes=2000, seed=args.seed,
+            dtype="float32", log_every=20, quiet=True,
         )  # fmt: skip
-        recordings.append(played)
-        # What was played lately comes first and as often as what the expert showed.
+    # Who plays while the expert comments: the teacher itself, twice, then students of two strengths. A teacher that never
+    # saw a student's failures agrees with them (it names the expert's action in 70 % of the student's states), and then
+    # distillation lowers the KL and success alike.
+    rounds = [
+        [(None, args.played, 0.3, (0.0, 0.1))],
+        [(None, args.played, 0.3, (0.0, 0.1))],
+        [(work / "student", 500, 0.1, 0.0), (work / "student-long", 400, 0.1, 0.0)],
+    ]
+    for number, players in enumerate(rounds, 1):
+        for place, (player, episodes, mix, noise) in enumerate(players):
+            played = work / f"played-{number}-{place}.jsonl.zst"
+            houses = {**HOUSES, "first_seed": 10_000 * (2 * number + place)}
+            stage(f"played-{number}-{place}", record_expert,
+                ENV, houses, episodes, noise=noise, seed=1000 + 10 * number + place, out=played, workers=0, repeats=1,
+                concurrency=64, policy=player or teacher, policy_mix=mix,
+            )  # fmt: skip
+            recordings.append(played)
+        previous, teacher = teacher, work / f"teacher-{number}"
         stage(f"teacher-{number}", train_sft,
-            previous, _mixed(recordings, args.played), teacher, env_id=ENV, updates=args.more_updates,
-            batch_tokens=2048, lr=1e-3, matrix_lr=0.01, warmup=10, decay=1.0, seed=args.seed + number,
-            dtype="float32", quiet=True,
+            previous, _mixed(recordings, number), teacher, env_id=ENV, updates=args.more_updates, batch_tokens=2048,
+            lr=1e-3, matrix_lr=0.01, warmup=10, decay=1.0, observation_weight=0.05, seed=args.seed + number,
+            dtype="float32", log_every=20, quiet=True,
         )  # fmt: skip
     student = work / "student"
-    stage("student", train_sft,
-        STUDENT, recordings[:1], student, tokenizer=work / "teacher-0", env_id=ENV,
-        updates=args.student_updates, batch_tokens=2048, lr=2e-3, matrix_lr=0.02, decay=0.5, max_episodes=1500,
-        seed=args.seed, dtype="float32", quiet=True,
-    )  # fmt: skip
     for name, folder in (("teacher", teacher), ("student", student)):
         _publish(folder, out / name)
         for greedy in (True, False):
@@ -100,15 +113,15 @@ def main() -> None:
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def _mixed(recordings: list[Path], per_source: int) -> list[dict]:
-    """The expert's episodes and the teacher's own, in equal parts."""
+def _mixed(recordings: list[Path], seed: int) -> list[dict]:
+    """All that was played, and of what the expert showed as much, at most 1,200 episodes."""
     import random
 
     from divopd_trainer.expert import read_episodes
 
     played = [e for path in recordings[1:] for e in read_episodes(path)]
     shown = read_episodes(recordings[0])
-    return played + random.Random(per_source).sample(shown, min(len(shown), len(played)))
+    return played + random.Random(seed).sample(shown, min(len(shown), len(played), 1200))
 
 
 def _publish(source: Path, target: Path) -> None:
