@@ -116,19 +116,26 @@ def test_documents_without_words_and_empty_catalogues_are_fine():
     assert build(["", ""]).search("apple") == []
 
 
-def test_pruning_changes_no_result(monkeypatch):
+def test_the_compiled_loop_changes_no_result(monkeypatch):
+    pytest.importorskip("numba")
     rng = random.Random(5)
     vocabulary = [f"w{number}" for number in range(60)]
     weights = [1 / (1 + number) for number in range(60)]
-    texts = [" ".join(rng.choices(vocabulary, weights, k=rng.randint(1, 40))) for _ in range(800)]
-    engine = build(texts)
-    queries = [" ".join(rng.choices(vocabulary, k=rng.randint(1, 9))) for _ in range(150)]
-    dense = [engine.search(query, 10) for query in queries]
+    texts = [" ".join(rng.choices(vocabulary, weights, k=rng.randint(1, 12))) for _ in range(800)]
+    plain = build(texts)
     monkeypatch.setattr(search, "_FEW", 0)
-    monkeypatch.setattr(search, "_SMALL", 0)
-    for query, expected in zip(queries, dense, strict=True):
-        assert engine.search(query, 10) == expected
-    assert not engine._scores.any()
+    monkeypatch.setattr("divopd_gym.envs.webshop.search._STRETCH", 64)
+    compiled = build(texts)
+    for _ in range(300):
+        query, k = " ".join(rng.choices(vocabulary, k=rng.randint(1, 9))), rng.choice((1, 7, 50, 900))
+        assert compiled.search(query, k) == plain.search(query, k)
+    assert compiled.search("zebra") == []
+
+
+def test_without_the_compiled_loop_large_catalogues_are_searched_all_the_same(monkeypatch):
+    monkeypatch.setattr(search, "_FEW", 0)
+    monkeypatch.setattr(search, "_compiled", lambda: None)
+    assert [row for row, _ in build(["red shoe", "shoe", "hat"]).search("shoe")] == [1, 0]
 
 
 def test_an_index_is_the_same_after_saving(tmp_path):

@@ -1,12 +1,12 @@
 """`SearchEngine`: BM25 top-k equal to Lucene's, order and ties included, over memory-mapped postings.
 
-Scores follow Lucene's BM25Similarity in 32-bit arithmetic, summed in 64 bits; equal scores rank by ASIN. Terms are read
-from the rarest on, and lists that can no longer bring a new document into the top k are only looked up, not read
-(H. Turtle and J. Flood, "Query evaluation: strategies and optimizations", 1995).
+Scores follow Lucene's BM25Similarity in 32-bit arithmetic, summed in 64 bits; equal scores rank by ASIN. Large
+catalogues are read by a compiled loop if Numba is installed; without it the results are the same and take longer.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections import Counter
@@ -19,17 +19,28 @@ from divopd_gym.envs.webshop.postings import Postings
 
 __all__ = ["SearchEngine"]
 
-_SLACK = 1e-3
-# Below this many postings reading everything is cheaper than deciding what to read.
-_SMALL = 20_000
-# Up to this many documents a whole row of scores is cheaper than keeping track of which were touched.
-_FEW = 20_000
+# Up to this many documents NumPy is as quick as a compiled loop, which takes seconds to load.
+_FEW = 50_000
 # Up to this many postings their saturations are computed once and kept.
 _KEPT = 4_000_000
+# Documents whose scores the compiled loop holds at a time: 256 kB.
+_STRETCH = 1 << 15
+
+
+_List = tuple[int, int, np.float32, float]
+
+
+@functools.cache
+def _compiled() -> Callable | None:
+    try:
+        from divopd_gym.envs.webshop.scan import scan
+    except ImportError:
+        return None
+    return scan
 
 
 class SearchEngine:
-    """Searches an index. Any number of engines may share one mapped index; one engine serves one thread at a time.
+    """Searches an index. Any number of engines may share one mapped index.
 
     Args:
         postings: the index.
@@ -40,12 +51,11 @@ class SearchEngine:
         self._postings = postings
         self._term_id = term_id
         self._inverse = postings.inverse_norms()
-        self._scores = np.zeros(len(postings.norms), dtype=np.float64)
-        self._saturations = (
-            1 + postings.tfs.astype(np.float32) * self._inverse[postings.docs]
-            if len(postings.docs) <= _KEPT
-            else None
-        )
+        self._large = len(self._inverse) > _FEW
+        self._saturations: np.ndarray | None = None
+        if not self._large and len(postings.docs) <= _KEPT:
+            self._saturations = self._saturation(slice(None), postings.docs)
+        self._sums = np.zeros(_STRETCH, dtype=np.float64)
         self._lock = threading.Lock()
 
     def search(self, query: str, k: int = 50) -> list[tuple[int, float]]:
@@ -63,102 +73,66 @@ class SearchEngine:
             number = self._term_id(term)
             if number is not None:
                 terms.append((number, count))
-        with self._lock:
-            docs, scores = (self._dense if len(self._scores) <= _FEW else self._top)(terms, k)
+        lists = self._weighted(terms)
+        if self._large and _compiled() is not None:
+            with self._lock:
+                docs, scores = self._scan(lists, k)
+        else:
+            docs, scores = self._add_up(lists)
+        docs, scores = _ranked(docs, scores, k)
         return [(int(self._postings.rows[d]), float(s)) for d, s in zip(docs, scores, strict=True)]
 
-    def _weighted(self, terms: list[tuple[int, int]]) -> list[tuple[int, int, np.float32, float]]:
-        """Start and end of each list, weight, and most it can give; dearest to cheapest contribution."""
+    def _weighted(self, terms: list[tuple[int, int]]) -> list[_List]:
+        """Start and end of each term's postings, its weight, and the most that one of them can give."""
         offsets, documents = self._postings.offsets, int(self._postings.totals[0])
         found = []
         for number, count in terms:
             start, end = int(offsets[number]), int(offsets[number + 1])
-            if start == end:
-                continue
             df = end - start
-            idf = np.float32(math.log(1 + (documents - df + 0.5) / (df + 0.5)))
-            weight = np.float32(count) * idf
-            found.append((start, end, weight, float(weight) * float(self._postings.bounds[number]) + 1e-6))
-        return sorted(found, key=lambda one: (-one[3], one[1] - one[0]))
+            if df:
+                idf = np.float32(math.log(1 + (documents - df + 0.5) / (df + 0.5)))
+                weight = np.float32(count) * idf
+                found.append((start, end, weight, float(weight) * float(self._postings.bounds[number])))
+        return found
 
-    def _gains(self, docs: np.ndarray, tfs: np.ndarray, weight: np.float32) -> np.ndarray:
-        one = np.float32(1)
-        return weight - weight / (one + tfs.astype(np.float32) * self._inverse[docs])
+    def _saturation(self, place: slice, docs: np.ndarray) -> np.ndarray:
+        return np.float32(1) + self._postings.tfs[place].astype(np.float32) * self._inverse[docs]
 
-    def _list_gains(self, start: int, end: int, docs: np.ndarray, weight: np.float32) -> np.ndarray:
-        if self._saturations is not None:
-            return weight - weight / self._saturations[start:end]
-        return self._gains(docs, self._postings.tfs[start:end], weight)
+    def _add_up(self, lists: list[_List]) -> tuple[np.ndarray, np.ndarray]:
+        sums = np.zeros(len(self._inverse), dtype=np.float64)
+        for start, end, weight, _ in lists:
+            place = slice(start, end)
+            docs = self._postings.docs[place]
+            kept = self._saturations
+            saturation = self._saturation(place, docs) if kept is None else kept[place]
+            sums[docs] += weight - weight / saturation
+        docs = np.flatnonzero(sums)
+        return docs, sums[docs].astype(np.float32)
 
-    def _dense(self, terms: list[tuple[int, int]], k: int) -> tuple[np.ndarray, np.ndarray]:
-        scores = np.zeros(len(self._scores), dtype=np.float64)
-        for start, end, weight, _ in self._weighted(terms):
-            docs = self._postings.docs[start:end]
-            scores[docs] += self._list_gains(start, end, docs, weight)
-        candidates = np.flatnonzero(scores)
-        return _ranked(candidates, scores[candidates], k)
-
-    def _top(self, terms: list[tuple[int, int]], k: int) -> tuple[np.ndarray, np.ndarray]:
-        lists = self._weighted(terms)
-        cost = sum(end - start for start, end, _, _ in lists)
-        bound = sum(one[3] for one in lists)
-        scores, touched = self._scores, []
-        seen = 0
-        index = 0
-        threshold = -math.inf
-        try:
-            while index < len(lists):
-                start, end, weight, most = lists[index]
-                # Only when the rest of the lists is long is it worth to know how good the k-th document is already.
-                if cost > _SMALL and seen >= k:
-                    threshold = _kth(scores[np.concatenate(touched)], k)
-                    if threshold > bound + _SLACK:
-                        break
-                docs = np.asarray(self._postings.docs[start:end])
-                gains = self._list_gains(start, end, docs, weight)
-                new = docs[scores[docs] == 0]
-                scores[docs] += gains
-                touched.append(new)
-                seen += len(new)
-                cost -= end - start
-                bound -= most
-                index += 1
-            candidates = np.concatenate(touched) if touched else np.empty(0, dtype=np.int32)
-            sums = scores[candidates]
-        finally:
-            for docs in touched:
-                scores[docs] = 0
-        return self._finish(candidates, sums, lists[index:], bound, threshold, k)
-
-    def _finish(self, candidates, sums, lists, bound, threshold, k) -> tuple[np.ndarray, np.ndarray]:
-        """Complete the sums of the documents that can still get into the top k, and rank them."""
-        if lists:
-            keep = sums + bound >= threshold - _SLACK
-            candidates, sums = candidates[keep], sums[keep]
-            order = np.argsort(candidates)
-            candidates, sums = candidates[order], sums[order]
-        for start, end, weight, most in lists:
-            docs = self._postings.docs[start:end]
-            place = np.searchsorted(docs, candidates)
-            place[place == end - start] = 0
-            hit = np.flatnonzero(docs[place] == candidates)
-            sums[hit] += self._gains(candidates[hit], self._postings.tfs[start:end][place[hit]], weight)
-            bound -= most
-            if len(sums) > k:
-                keep = sums + bound >= _kth(sums, k) - _SLACK
-                candidates, sums = candidates[keep], sums[keep]
-        return _ranked(candidates, sums, k)
+    def _scan(self, lists: list[_List], k: int) -> tuple[np.ndarray, np.ndarray]:
+        postings = self._postings
+        lists = sorted(lists, key=lambda one: one[3])
+        tops, scores = np.empty(k, dtype=np.int32), np.empty(k, dtype=np.float32)
+        found = _compiled()(
+            postings.docs,
+            postings.tfs,
+            self._inverse,
+            np.array([one[0] for one in lists], dtype=np.int64),
+            np.array([one[1] for one in lists], dtype=np.int64),
+            np.array([one[2] for one in lists], dtype=np.float32),
+            np.array([one[3] for one in lists], dtype=np.float64),
+            k,
+            self._sums,
+            tops,
+            scores,
+        )
+        return tops[:found], scores[:found]
 
 
-def _ranked(candidates: np.ndarray, sums: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    final = sums.astype(np.float32)
-    if len(final) > k:
-        keep = final >= _kth(final, k)
-        candidates, final = candidates[keep], final[keep]
-    order = np.lexsort((candidates, -final))[:k]
-    return candidates[order], final[order]
-
-
-def _kth(values: np.ndarray, k: int) -> float:
-    """The k-th largest value."""
-    return float(np.partition(values, len(values) - k)[len(values) - k])
+def _ranked(docs: np.ndarray, scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k best: by score, equal ones by number, which is the order of their asins."""
+    if len(scores) > k:
+        keep = scores >= np.partition(scores, len(scores) - k)[len(scores) - k]
+        docs, scores = docs[keep], scores[keep]
+    order = np.lexsort((docs, -scores))[:k]
+    return docs[order], scores[order]
