@@ -68,7 +68,7 @@ class ScienceWorldEnv(TextEnv):
         ambiguous: str = "ask",
         isolation: str = "shared",
         simulators: int | None = None,
-        call_timeout_s: float = 60.0,
+        call_timeout_s: float = 120.0,
         max_turns: int | str | None = 30,
         render_mode: str | None = None,
     ):

@@ -15,7 +15,9 @@ import java.net.Socket;
 import java.nio.charset.StandardCharsets;
 import java.security.MessageDigest;
 import java.util.ArrayList;
+import java.util.HashMap;
 import java.util.List;
+import java.util.Map;
 import java.util.Random;
 import java.util.concurrent.atomic.AtomicInteger;
 import java.util.concurrent.locks.ReentrantLock;
@@ -422,6 +424,8 @@ public final class ScienceWorldHost {
 
     /** The simulator's parser without `reset task`, and without reading every object's names again for every action. */
     private static final class Parser extends InputParser {
+        private static final int MOST_NAMES = 20_000;
+        private static final Map<String, String> PLAIN = new HashMap<>();
         private final EnvObject[][] lists = new EnvObject[2][];
         private final String[][][] names = new String[2][][];
 
@@ -470,11 +474,35 @@ public final class ScienceWorldHost {
             }
             String[][] found = new String[objects.length][];
             for (int i = 0; i < objects.length; i++) {
-                found[i] = InputParser$.MODULE$.getObjectReferents(objects[i], perspective);
+                found[i] = namesOf(objects[i], perspective);
             }
             if (free >= 0) {
                 lists[free] = objects;
                 names[free] = found;
+            }
+            return found;
+        }
+
+        /** `InputParser.getObjectReferents`, in its order, with the words of each name remembered. */
+        private static String[] namesOf(EnvObject object, EnvObject perspective) {
+            scala.collection.immutable.Set<String> names = object.getReferentsWithContainers(perspective);
+            String[] found = new String[names.size()];
+            scala.collection.Iterator<String> each = names.iterator();
+            for (int i = 0; i < found.length; i++) {
+                String name = each.next();
+                // Lower case would make another set of them, in an order of its own.
+                if (!name.equals(name.toLowerCase())) {
+                    return InputParser$.MODULE$.getObjectReferents(object, perspective);
+                }
+                String plain = PLAIN.get(name);
+                if (plain == null) {
+                    plain = String.join(" ", InputParser$.MODULE$.tokenize(name));
+                    if (PLAIN.size() >= MOST_NAMES) {
+                        PLAIN.clear();
+                    }
+                    PLAIN.put(name, plain);
+                }
+                found[i] = plain;
             }
             return found;
         }
