@@ -122,7 +122,8 @@ class WebShopEnv(TextEnv):
         self._past = (num_prev_obs, num_prev_actions)
         if data_dir is None:
             tagger = "catalogue" if tagger is None else tagger
-            store = generated_store(num_products or DEFAULT_PRODUCTS, catalogue_seed)
+            count = DEFAULT_PRODUCTS if num_products is None else num_products
+            store = generated_store(count, catalogue_seed)
         else:
             tagger = "spacy:en_core_web_sm" if tagger is None else tagger
             store = get_store(data_dir, size, num_products, index_dir)
