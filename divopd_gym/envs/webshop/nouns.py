@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -137,15 +137,9 @@ class SpacyNouns:
         return list(self._of_title(product.title))
 
 
-def _parts(spec: str) -> Iterator[str]:
-    kind, _, rest = spec.partition(":")
-    yield kind
-    yield rest
-
-
 @lru_cache(maxsize=8)
 def _shared(spec: str) -> NounTagger:
-    kind, rest = _parts(spec)
+    kind, _, rest = spec.partition(":")
     if kind == "catalogue":
         return CatalogueNouns()
     if kind == "spacy":

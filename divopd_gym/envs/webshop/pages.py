@@ -39,7 +39,6 @@ class Kind(str, Enum):
     """What a node of a page is."""
 
     TEXT = "text"
-    RAW = "raw"
     BUTTON = "button"
     LINK = "link"
     OPTION = "option"
@@ -50,7 +49,7 @@ class Node:
     """A piece of text on a page.
 
     Attributes:
-        kind: what it is; ``RAW`` text keeps its white space.
+        kind: what it is.
         text: as it stands.
         group: the option group of an option.
     """

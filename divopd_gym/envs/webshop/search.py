@@ -34,7 +34,8 @@ _List = tuple[int, int, np.float32, float]
 def _compiled() -> Callable | None:
     try:
         from divopd_gym.envs.webshop.scan import scan
-    except ImportError:
+    except (ImportError, RuntimeError):
+        # Not installed, or nowhere to keep what it compiles.
         return None
     return scan
 
@@ -57,6 +58,9 @@ class SearchEngine:
             self._saturations = self._saturation(slice(None), postings.docs)
         self._sums = np.zeros(_STRETCH, dtype=np.float64)
         self._lock = threading.Lock()
+        if self._large and _compiled() is not None:
+            # Compiling takes seconds, which no turn should have to wait for.
+            self._scan([], 1)
 
     def search(self, query: str, k: int = 50) -> list[tuple[int, float]]:
         """The best documents for a query.

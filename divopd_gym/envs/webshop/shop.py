@@ -28,6 +28,7 @@ class Shop:
     def __init__(self, store: Store, tagger: NounTagger, kind: str = "synthetic", seed: int = PRICE_SEED):
         self.store, self.tagger = store, tagger
         self.goals: Goals = store.goals(kind, seed)
+        self._engine = store.engine
         # Each page of results searches again.
         self._search = lru_cache(maxsize=256)(self._find)
 
@@ -51,7 +52,7 @@ class Shop:
         return list(self._search(query, k))
 
     def _find(self, query: str, k: int) -> tuple[int, ...]:
-        return tuple(row for row, _ in self.store.engine.search(query, k))
+        return tuple(row for row, _ in self._engine.search(query, k))
 
     def price(self, asin: str) -> float:
         """What a product costs; of a price range the one drawn for this shop."""
