@@ -103,7 +103,8 @@ class DivOPDConfig(AsyncDistillationConfig):
     pool_multiplier: int = _option(4, "Turns the composer looks at, in batches (c).")
     cap: int | None = _option(4, "Turns a rollout gives in the composer's first sweep (k); null: no cap.")
     max_staleness: int = _option(
-        2, "Updates by which a turn's weights may be older than the learner's (delta)."
+        2,
+        "Updates by which a turn's weights may be older than the learner's (delta); 1 is on-policy, and 0 means 1.",
     )
     max_pending_age: int = _option(8, "Updates a turn may wait in the pool (W).")
     divergence: str = _option(
@@ -231,6 +232,9 @@ class DivOPDConfig(AsyncDistillationConfig):
                 )
             self.updates = self.max_steps
         self.max_steps = self.updates
+        # The update that trains a turn is always one ahead of the weights that wrote it: 0 would drop every turn.
+        if self.max_staleness == 0:
+            self.max_staleness = 1
         self.max_completion_length = self.max_tokens
         self.save_strategy, self.save_steps = ("steps", self.save_every) if self.save_every else ("no", 500)
         on_gpu = torch.cuda.is_available() and not self.use_cpu

@@ -43,7 +43,7 @@ def check_values(config: Any) -> None:
     at_least |= dict.fromkeys(("max_nonfinite_updates", "max_failed_episodes", "recovery_patience"), 1)
     at_least |= dict.fromkeys(("max_staleness", "max_pending_age", "eval_every", "save_every"), 0)
     at_least |= dict.fromkeys(("keep_checkpoints", "recovery_budget", "recovery_warmup"), 0)
-    at_least |= {"max_explorer_restarts": 0, "max_model_len": 2}
+    at_least |= {"max_explorer_restarts": 0, "max_model_len": 2, "weight_sync_steps": 1}
     for name, least in at_least.items():
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -113,10 +113,17 @@ def check_together(config: Any) -> None:
             f"teacher_temperature is {config.teacher_temperature} and temperature is {config.temperature}: the local engine "
             "scores at the sampling temperature. Leave teacher_temperature null."
         )
-    if config.weight_sync_steps != 1 and config.max_staleness < config.weight_sync_steps:
+    every = config.weight_sync_steps
+    if every != 1 and config.max_staleness < every:
         raise ConfigError(
-            f"weight_sync_steps is {config.weight_sync_steps} with max_staleness {config.max_staleness}: every turn "
-            "would be stale before it could be trained. Set weight_sync_steps to 1 or raise max_staleness."
+            f"weight_sync_steps is {every} with max_staleness {config.max_staleness}: every turn would be stale before "
+            "it could be trained. Set weight_sync_steps to 1 or raise max_staleness."
+        )
+    unsynced = [name for name in ("updates", "eval_every") if getattr(config, name) % every]
+    if unsynced:
+        raise ConfigError(
+            f"weight_sync_steps is {every}, which does not divide {unsynced[0]}={getattr(config, unsynced[0])}: an "
+            "evaluation would be due when its weights are not written. Set weight_sync_steps to 1, or choose multiples."
         )
 
 

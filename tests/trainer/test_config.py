@@ -73,6 +73,8 @@ def test_a_loss_that_is_exactly_zero_is_refused(make):
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"teacher_temperature": 0.5}, "sampling temperature"),
         ({"weight_sync_steps": 3}, "stale"),
+        ({"weight_sync_steps": 2, "updates": 6, "eval_every": 5}, "eval_every=5"),
+        ({"weight_sync_steps": 0}, "weight_sync_steps is 0"),
         ({"engine": "vlm"}, "module:function"),
         ({"env_kwargs": "tiny"}, "mapping"),
         ({"updates": 5, "max_steps": 7}, "one number"),
@@ -83,6 +85,11 @@ def test_values_that_cannot_work_are_refused(make, changes, said):
         make(**changes)
     assert isinstance(caught.value, DivOPDError) and isinstance(caught.value, ValueError)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_staleness_zero_means_the_next_update_and_does_not_drop_every_turn(make):
+    """Field report 18: a turn of version v trains at update v+1 at the earliest."""
+    assert make(max_staleness=0).max_staleness == make(max_staleness=1).max_staleness == 1
 
 
 def test_bad_values_of_inherited_fields_are_project_errors_too(tmp_path):
