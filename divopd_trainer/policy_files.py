@@ -74,6 +74,10 @@ class PolicyFiles:
         """The file of a version that was written and not yet deleted."""
         return self._paths[version]
 
+    def __contains__(self, version: int) -> bool:
+        """Whether the version was written and not yet deleted."""
+        return version in self._paths
+
     @property
     def newest(self) -> int | None:
         """Newest version written, or None."""

@@ -138,20 +138,24 @@ class RunSession:
         """The last update is done; wait for the evaluations unless somebody wants to leave."""
         if self.args.eval_at_end and not self.stopping and self.update not in self._evaluated():
             self.evaluate()
+        reason = "it took longer than eval_timeout_s"
         deadline = time.monotonic() + self.args.eval_timeout_s
         while self._evaluations and not self.stopping and time.monotonic() < deadline:
-            self.explorer.check_health(self.args.heartbeat_stale_after_s)
+            try:
+                self.explorer.check_health(self.args.heartbeat_stale_after_s)
+            except DivOPDError as error:
+                reason = str(error)  # the student is trained: its weights must still be saved
+                break
             self.handle_messages()
             time.sleep(0.05)
         for request in list(self._evaluations):
-            reason = "the run was stopped" if self.stopping else "it took longer than eval_timeout_s"
-            self._evaluation_lost(request, reason)
+            self._evaluation_lost(request, "the run was stopped" if self.stopping else reason)
         if self.collator is not None:
             self.collator.drain()
 
     def train_line(self, line: dict[str, Any]) -> None:
         """Write the line of the update that has just ended."""
-        self.last_line = self._write("train", self.update, self.update, line)
+        self.last_line = self._write("train", self.update, self.trainer.model_version, line)
         self.progress.train(self.last_line)
 
     # Evaluations.
@@ -159,6 +163,14 @@ class RunSession:
     def evaluate(self) -> None:
         """Ask for an evaluation of the newest weights; training goes on meanwhile."""
         version = self.update
+        if (
+            version not in self.trainer.policy_files
+        ):  # weight_sync_steps above 1, and the run ended in between
+            self.lost_evaluations += 1
+            self.progress.note(
+                f"The evaluation of update {version} is lost: its weights were not handed over."
+            )
+            return
         request = self.explorer.new_request_id()
         message = Evaluate(
             request,
@@ -317,8 +329,9 @@ class RunSession:
 
         def handler(number: int, frame: Any) -> None:
             if self.stopping:
-                with contextlib.suppress(Exception):
-                    self.explorer.stop(0.0)
+                for end in (lambda: self.explorer.stop(0.0), self.trainer.policy_files.destroy):
+                    with contextlib.suppress(Exception):
+                        end()
                 os._exit(128 + number)
             if not self._playing:
                 raise KeyboardInterrupt(signal.Signals(number).name)

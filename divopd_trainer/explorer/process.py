@@ -122,12 +122,16 @@ class ExplorerProcess:
                     raise ExplorerDied("The explorer was stopped before it was ready.")
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End it: politely for `grace_s` seconds, then by force. No process of it survives. May be called twice."""
+        """End it: politely for `grace_s` seconds, then by force. No process of it survives. May be called twice.
+
+        With 0 seconds nothing is said, so that a signal handler may call it while a message is being sent.
+        """
         if self._supervisor is None:
             return
         self._stopping = True
-        self._send(Stop(grace_s))
-        self._ended.wait(grace_s + 1.0)
+        if grace_s > 0:
+            self._send(Stop(grace_s))
+            self._ended.wait(grace_s + 1.0)
         if not self._ended.is_set():
             self.kill()
             self._ended.wait(10.0)

@@ -5,6 +5,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -112,6 +113,17 @@ def test_talks_plays_evaluates_and_stops(started):
         os.kill(pid, signal.SIGINT)
     collect(explorer, rollouts, len(rollouts) + 5)
     assert explorer.restarts == 0
+
+
+def test_stop_without_grace_waits_for_no_message_that_is_being_sent(started):
+    # The second Ctrl-C may come while the main thread is inside a send that a hanging explorer never reads.
+    explorer = started()
+    pid = explorer.pid
+    with explorer._send_lock:
+        stopper = threading.Thread(target=explorer.stop, args=(0.0,), daemon=True)
+        stopper.start()
+        stopper.join(30.0)
+        assert not stopper.is_alive() and not alive(pid)
 
 
 def test_killed_environment_worker_costs_one_episode_and_is_replaced(started):

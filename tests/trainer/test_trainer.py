@@ -445,6 +445,28 @@ def test_an_evaluation_line_carries_exactly_the_version_it_was_asked_for(tmp_pat
     assert trainer.session.lost_evaluations == 2
 
 
+def test_an_explorer_that_dies_after_the_last_update_costs_the_evaluation_and_not_the_student(
+    tmp_path, student
+):
+    class Dying(FakeExplorer):
+        def evaluated(self, message):
+            self.error = ExplorerDied("exit code 9")
+
+    trainer = build(
+        tmp_path, student, explorer=lambda s, p: Dying(random_rollout, state=s), updates=2, eval_at_end=True
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2 and trainer.session.lost_evaluations == 1
+    assert lines(tmp_path, "eval") == []
+
+
+def test_every_line_says_which_weights_the_explorer_had(tmp_path, student):
+    build(tmp_path, student, updates=4, weight_sync_steps=2, eval_every=0).train()
+    assert [(line["update"], line["policy_version"]) for line in lines(tmp_path)] == [
+        (1, 0), (2, 2), (3, 2), (4, 4),
+    ]  # fmt: skip
+
+
 def test_turns_without_the_teachers_candidates_are_refused_when_the_loss_needs_them(tmp_path, student):
     trainer = build(tmp_path, student, divergence="forward_kl_topk")
     with pytest.raises(TrainingError, match="needs the teacher's candidates"):
