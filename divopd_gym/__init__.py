@@ -27,6 +27,7 @@ _ENVIRONMENTS = {
     "divopd_gym/ALFWorld-v0": "divopd_gym.envs.alfworld.env:ALFWorldEnv",
     "divopd_gym/WebShop-v0": "divopd_gym.envs.webshop.env:WebShopEnv",
     "divopd_gym/ScienceWorld-v0": "divopd_gym.envs.scienceworld.env:ScienceWorldEnv",
+    "divopd_gym/TextWorld-v0": "divopd_gym.envs.textworld.env:TextWorldEnv",
 }
 
 for _id, _entry_point in _ENVIRONMENTS.items():

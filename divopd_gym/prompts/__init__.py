@@ -15,6 +15,7 @@ from divopd_gym.prompts.base import (
 from divopd_gym.prompts.parsing import match_admissible, parse_bare, parse_tagged
 from divopd_gym.prompts.scienceworld import ScienceWorldAction, ScienceWorldThink, ScienceWorldTiny
 from divopd_gym.prompts.text import ActionPrompt, ThinkPrompt, TinyPrompt
+from divopd_gym.prompts.textworld import TextWorldAction, TextWorldThink, TextWorldTiny
 from divopd_gym.prompts.webshop import WebShopAction, WebShopThink, WebShopTiny
 
 __all__ = [
@@ -27,6 +28,9 @@ __all__ = [
     "ScienceWorldAction",
     "ScienceWorldThink",
     "ScienceWorldTiny",
+    "TextWorldAction",
+    "TextWorldThink",
+    "TextWorldTiny",
     "ThinkPrompt",
     "TinyPrompt",
     "WebShopAction",
@@ -50,3 +54,5 @@ for _style in (WebShopThink, WebShopAction, WebShopTiny):
     register_prompt("divopd_gym/WebShop-v0", _style.name, _style)
 for _style in (ScienceWorldThink, ScienceWorldAction, ScienceWorldTiny):
     register_prompt("divopd_gym/ScienceWorld-v0", _style.name, _style)
+for _style in (TextWorldThink, TextWorldAction, TextWorldTiny):
+    register_prompt("divopd_gym/TextWorld-v0", _style.name, _style)

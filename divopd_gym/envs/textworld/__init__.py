@@ -1,0 +1,1 @@
+"""TextWorld: its generated games, made on the spot, and any game file."""

@@ -1,0 +1,156 @@
+"""Games of TextWorld's generators by family, difficulty and seed; compiled once and kept on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from divopd_gym.core import package_version
+from divopd_gym.data import default_root
+from divopd_gym.errors import ConfigError, DataNotFoundError
+
+__all__ = ["FAMILIES", "Family", "get_family", "game_file"]
+
+
+def _challenge(module: str) -> Callable[[dict[str, Any], Any], Any]:
+    def build(settings: dict[str, Any], options: Any) -> Any:
+        import importlib
+
+        return importlib.import_module(f"textworld.challenges.{module}").make(settings, options)
+
+    return build
+
+
+def _custom(settings: dict[str, Any], options: Any) -> Any:
+    import textworld.generator
+
+    for name, value in settings.items():
+        setattr(options, name, value)
+    return textworld.generator.make_game(options)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A generator.
+
+    Attributes:
+        name: how it is called.
+        defaults: its settings, each with the value that it has unless another is given.
+        build: makes the game from settings and TextWorld's options.
+        fixed: settings that nobody chooses; "seed" stands for the game's seed.
+    """
+
+    name: str
+    defaults: Mapping[str, int]
+    build: Callable[[dict[str, Any], Any], Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self, given: Mapping[str, int] | None) -> dict[str, int]:
+        """All settings, with the given ones in place.
+
+        Raises:
+            ConfigError: an unknown setting, or one that is no number of at least 0.
+        """
+        given = dict(given or {})
+        unknown = sorted(set(given) - set(self.defaults))
+        if unknown:
+            raise ConfigError(
+                f"settings {unknown} of TextWorld's {self.name}; it has {', '.join(self.defaults)}"
+            )
+        for name, value in given.items():
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{self.name} setting {name}={value!r}; expected an integer of at least 0")
+        return {name: int(given.get(name, value)) for name, value in self.defaults.items()}
+
+
+FAMILIES = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            Family("coin_collector", {"level": 1}, _challenge("tw_coin_collector.coin_collector")),
+            Family("treasure_hunter", {"level": 1}, _challenge("tw_treasure_hunter.treasure_hunter")),
+            Family(
+                "cooking",
+                {"recipe": 1, "take": 1, "go": 1, "open": 0, "cook": 0, "cut": 0, "drop": 0},
+                _challenge("tw_cooking.cooking"),
+                {"split": None, "recipe_seed": "seed"},
+            ),
+            Family(
+                "custom", {"nb_rooms": 2, "nb_objects": 4, "quest_length": 2, "quest_breadth": 1}, _custom
+            ),
+        )
+    }
+)
+"""TextWorld's generators; see its documentation of each for what the settings mean."""
+
+
+def get_family(name: str) -> Family:
+    """A family by name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in FAMILIES:
+        raise ConfigError(f"TextWorld family {name!r}; choose from {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def game_file(family: Family, settings: Mapping[str, int], seed: int) -> Path:
+    """The compiled game, from disk or made now (a second or two of CPU time).
+
+    Args:
+        family: its generator.
+        settings: all settings of the family.
+        seed: fixes everything else.
+
+    Raises:
+        ConfigError: the generator cannot make such a game.
+        DataNotFoundError: textworld is not installed.
+    """
+    textworld = import_textworld()
+    words = "-".join(f"{name}{value}" for name, value in settings.items())
+    folder = default_root() / "textworld" / package_version("textworld") / family.name / words
+    path = folder / f"{seed}.z8"
+    if path.is_file() and path.with_suffix(".json").is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as making:
+        options = textworld.GameOptions()
+        options.seeds = seed
+        options.path = os.path.join(making, path.name)
+        fixed = {name: seed if value == "seed" else value for name, value in family.fixed.items()}
+        try:
+            game = family.build({**settings, **fixed}, options)
+            textworld.generator.compile_game(game, options)
+        except Exception as error:
+            raise ConfigError(
+                f"TextWorld's {family.name} made no game of {dict(settings)} with seed {seed}: "
+                f"{type(error).__name__}: {error}. Choose other settings or another seed."
+            ) from error
+        # The game last: where it is, its description is.
+        for suffix in (".json", ".z8"):
+            shutil.move(Path(making) / f"{seed}{suffix}", path.with_suffix(suffix))
+    return path
+
+
+def import_textworld() -> Any:
+    """The package textworld.
+
+    Raises:
+        DataNotFoundError: it is not installed.
+    """
+    try:
+        import textworld
+        import textworld.generator
+    except ImportError as error:
+        raise DataNotFoundError(
+            f"TextWorld needs the package textworld, and importing it failed ({error}); install it with: "
+            "pip install 'divopd[alfworld]'"
+        ) from error
+    return textworld
