@@ -46,7 +46,7 @@ def prepare(
     index_dir: str | os.PathLike[str] | None = None,
     rebuild: bool = False,
 ) -> Path:
-    """Index a catalogue: seconds for 1,000 products, some minutes for the full 1.18 million.
+    """Index a catalogue: seconds for 1,000 products, about a quarter of an hour for the full 1.18 million.
 
     Args:
         data_dir: folder with the benchmark's item, attribute and instruction files.
