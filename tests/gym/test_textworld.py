@@ -99,7 +99,7 @@ def test_random_and_malformed_commands_raise_nothing():
         "'\"`;",
         "0",
     ]
-    for turn in range(300):
+    for _ in range(300):
         letters = "".join(chr(rng.randrange(1, 0x2FF)) for _ in range(rng.randrange(0, 60)))
         *_, terminated, _, info = env.step(rng.choice([letters, rng.choice(pool), "go north"]))
         if terminated:

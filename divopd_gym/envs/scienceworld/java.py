@@ -20,6 +20,8 @@ MAIN_CLASS = "ScienceWorldHost"
 # Identity hashes order the objects of the world; without a fixed one a trajectory depends on the process.
 DETERMINISM = ("-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 _LEAN = (
+    # The default first heap is a 64th of the machine's memory, used or not.
+    "-Xms32m",
     "-XX:MinHeapFreeRatio=10",
     "-XX:MaxHeapFreeRatio=20",
     "-XX:-UsePerfData",
