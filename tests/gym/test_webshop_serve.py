@@ -103,7 +103,13 @@ class Browser:
             os.dup2(103, 3)
             os.dup2(104, 4)
 
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+        ]
         self.process = subprocess.Popen(
             [program, *options, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"],
             preexec_fn=place,
