@@ -169,8 +169,12 @@ class ForwardThread:
             job.version = self.policy_version
             # Running before the copy, so that a failed copy gives the slot back.
             self._running.append(job)
-            if lease.copy_from is not None:
-                self.backend.buffers.copy_prefix(lease.copy_from, lease.slot, lease.reused)
+            try:
+                if lease.copy_from is not None:
+                    self.backend.buffers.copy_prefix(lease.copy_from, lease.slot, lease.reused)
+            except Exception as error:
+                self._fail(job, error)
+                continue
             self.counters["cached_tokens"] += lease.reused
 
     def _advance(self) -> None:
@@ -192,7 +196,20 @@ class ForwardThread:
                 f"max_batch_tokens is {self._budget}, not above the number of running responses "
                 f"({len(self._running)}); raise it."
             )
-        logits = self.backend.extend(feeds)
+        self._extend(jobs, feeds)
+        self.counters["generate_s"] += time.perf_counter() - began
+
+    def _extend(self, jobs: list[GenerateJob], feeds: list[Feed]) -> None:
+        """Forward and draw; of a pass that fails, each response is tried alone, so that only the culprit fails."""
+        try:
+            logits = self.backend.extend(feeds)
+        except Exception as error:
+            if len(jobs) == 1:
+                self._fail(jobs[0], error)
+                return
+            for job, feed in zip(jobs, feeds):
+                self._extend([job], [feed])
+            return
         for job, feed in zip(jobs, feeds):
             job.fed += len(feed.ids)
             self.counters["prefill_tokens"] += len(feed.ids) if len(feed.ids) > 1 else 0
@@ -200,7 +217,6 @@ class ForwardThread:
         if drawing:
             self._draw(drawing, logits)
         self.counters["forwards"] += 1
-        self.counters["generate_s"] += time.perf_counter() - began
 
     def _draw(self, jobs: list[GenerateJob], logits: torch.Tensor) -> None:
         device = logits.device
@@ -263,12 +279,19 @@ class ForwardThread:
                 longest = width
         chosen = set(map(id, batch))
         self._scoring.extend(job for job in queue if id(job) not in chosen)
+        self._score_or_split(batch)
+        self.counters["scored_tokens"] += sum(len(job.ids) for job in batch)
+        self.counters["score_s"] += time.perf_counter() - began
+
+    def _score_or_split(self, batch: list[ScoreJob]) -> None:
         try:
             self._score_batch(batch)
         except Exception as error:
-            self._finished.extend((job, _forward_failed(error)) for job in batch)
-        self.counters["scored_tokens"] += sum(len(job.ids) for job in batch)
-        self.counters["score_s"] += time.perf_counter() - began
+            if len(batch) == 1:
+                self._finished.append((batch[0], _forward_failed(error)))
+                return
+            for job in batch:
+                self._score_or_split([job])
 
     def _score_batch(self, batch: list[ScoreJob]) -> None:
         hidden = self.backend.hidden([job.ids for job in batch], [job.positions for job in batch])
@@ -301,12 +324,15 @@ class ForwardThread:
             self._finished.append((job, result))
             at = end
 
+    def _fail(self, job: GenerateJob, error: Exception) -> None:
+        # What the slot holds is unknown after a failed pass.
+        job.fed = 0
+        self._leave(job, error if isinstance(error, EngineError) else _forward_failed(error))
+
     def _fail_all(self, error: Exception, *, everything: bool = False) -> None:
         failure = error if isinstance(error, EngineError) else _forward_failed(error)
         for job in list(self._running):
-            # What the slot holds is unknown after a failed pass.
-            job.fed = 0
-            self._leave(job, failure)
+            self._fail(job, failure)
         if everything:
             rest = [*self._waiting, *self._scoring, *self._loading, *self._inbox]
             self._finished.extend((job, failure) for job in rest)

@@ -147,12 +147,21 @@ class KVBuffers:
         if length <= self.capacity:
             return
         capacity = -(-max(length, self.capacity * 3 // 2) // _ROUND) * _ROUND
+        try:
+            self._resize(capacity)
+        except Exception:
+            self._resize(self.capacity)  # layers of unlike capacity would be written to in the wrong places
+            raise
+        self.capacity = capacity
+
+    def _resize(self, capacity: int) -> None:
         for buffers in (self.keys, self.values):
             for i, old in enumerate(buffers):
-                grown = old.new_zeros(self.slots, old.shape[1], capacity, old.shape[-1])
-                grown[:, :, : self.capacity] = old
-                buffers[i] = grown
-        self.capacity = capacity
+                if old.shape[2] != capacity:
+                    kept = min(capacity, self.capacity)
+                    sized = old.new_zeros(self.slots, old.shape[1], capacity, old.shape[-1])
+                    sized[:, :, :kept] = old[:, :, :kept]
+                    buffers[i] = sized
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""

@@ -11,7 +11,7 @@ from tiny_models import EOS, VOCAB, gpt2, logprobs, prompt, qwen2, qwen3
 from divopd_gym.errors import ConfigError
 from divopd_trainer.engines.base import EngineClosed, EngineError, EngineTimeout, GenerateRequest
 from divopd_trainer.engines.local import LocalStudent, LocalTeacher
-from divopd_trainer.engines.slot_cache import SlotTable
+from divopd_trainer.engines.slot_cache import KVBuffers, SlotTable
 from divopd_trainer.engines.weights import WeightsError, write_policy
 
 MODELS = {
@@ -356,6 +356,57 @@ def test_failed_forward_pass_fails_its_requests_and_the_engine_goes_on():
             asyncio.run(engine.generate(GenerateRequest(prompt(1, 10), 5, seed=1, cache_key="a")))
         again = asyncio.run(engine.generate(GenerateRequest(prompt(1, 10), 5, seed=1, cache_key="a")))
     assert again.cached_tokens == 0 and len(again.token_ids) > 0
+
+
+def test_one_request_that_a_forward_pass_fails_on_costs_no_other():
+    """Field report 6: several responses share a forward pass, and one of them is what it fails on."""
+
+    async def go(engine):
+        asked = [engine.generate(GenerateRequest(prompt(i, 10 + i), 5, seed=i)) for i in range(4)]
+        scored = [engine.score(prompt(i, 12), [(2, 8 + i)]) for i in range(4)]
+        return await asyncio.gather(*asked, *scored, return_exceptions=True)
+
+    def refusing(real, lengths):
+        def call(given, *more):
+            if any(len(getattr(item, "ids", item)) in lengths for item in given):
+                raise MemoryError("no room")
+            return real(given, *more)
+
+        return call
+
+    with student() as engine:
+        expected = asyncio.run(go(engine))
+        backend = engine._forward.backend
+        engine._forward._table.invalidate()
+        backend.extend = refusing(backend.extend, {12})
+        backend.hidden = refusing(backend.hidden, {9})
+        found = asyncio.run(go(engine))
+    failed = [number for number, result in enumerate(found) if isinstance(result, EngineError)]
+    assert failed == [2, 6] and all("MemoryError: no room" in str(found[number]) for number in failed)
+    for number in (0, 1, 3):
+        assert np.array_equal(found[number].token_ids, expected[number].token_ids)
+        assert np.allclose(found[4 + number][0], expected[4 + number][0], atol=1e-5)
+
+
+def test_growth_that_fails_half_way_leaves_every_layer_as_it_was():
+    buffers = KVBuffers(2)
+    state = torch.randn(1, 1, 1, 4)
+    for layer in range(3):
+        buffers.ensure_layer(layer, state, state)
+    buffers.keys[0][:] = 1.0
+
+    class Full(list):
+        def __setitem__(self, index, value):
+            if index == 1 and value.shape[2] > 128:
+                raise MemoryError("no room")
+            super().__setitem__(index, value)
+
+    buffers.keys = Full(buffers.keys)
+    with pytest.raises(MemoryError):
+        buffers.reserve(500)
+    assert buffers.capacity == 128
+    assert {b.shape[2] for b in [*buffers.keys, *buffers.values]} == {128}
+    assert bool((buffers.keys[0] == 1.0).all())
 
 
 def test_failed_copy_of_a_prefix_gives_the_slot_back():
