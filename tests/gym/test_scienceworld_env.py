@@ -24,7 +24,7 @@ from divopd_gym.core import INFO_KEYS  # noqa: E402
 from divopd_gym.envs.scienceworld import gold as gold_module  # noqa: E402
 from divopd_gym.envs.scienceworld import host  # noqa: E402
 from divopd_gym.envs.scienceworld.java import find_simulator  # noqa: E402
-from divopd_gym.envs.scienceworld.tasks import TASKS  # noqa: E402
+from divopd_gym.envs.scienceworld.tasks import TASKS, simplifications_for  # noqa: E402
 from divopd_gym.envs.scienceworld.wire import SimulatorDied  # noqa: E402
 from divopd_gym.pool_sync import SyncEnvPool  # noqa: E402
 
@@ -150,11 +150,14 @@ def test_what_is_left_out_of_a_turn_changes_nothing(turns):
     lean, plain = host.connect(simulator, 1), host.connect(simulator, 1)
     tasks = [f"{task} {rng.randrange(n)}".split() for task, n in TASKS.items()]
     others = ["inventory", "look around", "wait1", "0", "nonsense", "open the Door", "task", "objects", ""]
+    others += ["teleport to kitchen", "teleport  to The foundry", "teleport", "teleport to apple"]
     played = 0
     while played < turns:
         task, variation = rng.choice(tasks)
+        simplified = simplifications_for(task, rng.choice(["", "easy"]))
         states = [
-            c.load_task(task, int(variation), "", way, 900) for c, way in ((lean, "lean"), (plain, "plain"))
+            c.load_task(task, int(variation), simplified, way, 900)
+            for c, way in ((lean, "lean"), (plain, "plain"))
         ]
         for _ in range(12):
             valid = lean.ask("V", "", 900).decode().split("\n")
@@ -279,20 +282,21 @@ def test_an_episodes_return_is_its_final_score_where_the_start_gives_points():
 
 
 def test_a_question_is_asked_with_its_answers_or_answered_by_the_first():
-    actions = ["teleport to green house", "pick up seed", "move seed to inventory", "look at seed"]
-    asked, _, _ = start("grow-plant/0", simplification="easy")
-    first, _, _ = start("grow-plant/0", simplification="easy", ambiguous="first")
-    seen = False
-    for action in ["teleport to greenhouse", "teleport to kitchen", *actions]:
-        observation, *_, info = asked.step(action)
-        other, *_, told = first.step(action)
-        assert told["options"] == 0 and told["admissible_actions"] is None
-        if info["options"]:
-            seen = True
-            assert observation.startswith("Ambiguous request") and info["valid_action"]
-            assert info["admissible_actions"] == [str(n) for n in range(info["options"])]
-            assert asked.step("0")[0] == other
-    assert seen
+    asked, _, _ = start("grow-plant/125")
+    first, _, _ = start("grow-plant/125", ambiguous="first")
+    for action in ["open door to greenhouse", "go to greenhouse", "pick up seed jar"]:
+        assert asked.step(action)[0] == first.step(action)[0]
+    several = "move peach seed in seed jar to flower pot 2"
+    observation, *_, info = asked.step(several)
+    assert observation.startswith("Ambiguous request") and info["valid_action"] and info["options"] > 1
+    assert info["admissible_actions"] == [str(n) for n in range(info["options"])]
+    answered, *_, told = first.step(several)
+    assert told["options"] == 0 and told["admissible_actions"] is None and told["turns"] == 4
+    assert asked.step("0")[0] == answered
+    # Anything but a number is swallowed, as upstream.
+    asked.step(several)
+    *_, info = asked.step("look around")
+    assert not info["valid_action"] and info["options"] == 0
     asked.close()
     first.close()
 

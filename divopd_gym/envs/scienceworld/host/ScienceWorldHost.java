@@ -21,7 +21,10 @@ import java.util.Map;
 import java.util.Random;
 import java.util.concurrent.atomic.AtomicInteger;
 import java.util.concurrent.locks.ReentrantLock;
+import language.model.ActionExpr;
+import language.model.ActionExprOR;
 import language.model.ActionRequestDef;
+import language.model.ActionTrigger;
 import main.scala.scienceworld.runtime.SimplifierProcessor$;
 import scala.Option;
 import scala.Tuple2;
@@ -426,11 +429,45 @@ public final class ScienceWorldHost {
     private static final class Parser extends InputParser {
         private static final int MOST_NAMES = 20_000;
         private static final Map<String, String> PLAIN = new HashMap<>();
+        private final List<String> farOpenings;
         private final EnvObject[][] lists = new EnvObject[2][];
         private final String[][][] names = new String[2][][];
 
         Parser(ActionRequestDef[] actions) {
             super(withoutReset(actions));
+            farOpenings = openings(actions);
+        }
+
+        /** What actions that reach into other rooms begin with; the empty text where that could be anything. */
+        private static List<String> openings(ActionRequestDef[] actions) {
+            List<String> found = new ArrayList<>();
+            for (ActionRequestDef action : actions) {
+                if (!action.isOracleAction()) {
+                    continue;
+                }
+                scala.collection.Iterator<ActionTrigger> each = action.triggers().iterator();
+                while (each.hasNext()) {
+                    ActionExpr first = each.next().pattern().head();
+                    if (first instanceof ActionExprOR) {
+                        scala.collection.Iterator<String> words = ((ActionExprOR) first).orElements().iterator();
+                        while (words.hasNext()) {
+                            found.add(words.next());
+                        }
+                    } else {
+                        found.add("");
+                    }
+                }
+            }
+            return found;
+        }
+
+        private boolean mayReachFar(String words) {
+            for (String opening : farOpenings) {
+                if (words.startsWith(opening)) {
+                    return true;
+                }
+            }
+            return false;
         }
 
         private static ActionRequestDef[] withoutReset(ActionRequestDef[] actions) {
@@ -450,8 +487,12 @@ public final class ScienceWorldHost {
         public Tuple4<Object, String, String, Option<Action>> parse(
             String input, EnvObject visible, EnvObject universe, Agent agent, ObjMonitor monitor,
             GoalSequence goals, EnvObject perspective) {
+            // The whole building is searched for things in any room, which few actions can name: when none of them
+            // can be meant, the agent's pockets do as well and cost nothing.
+            String words = String.join(" ", InputParser$.MODULE$.tokenize(input.toLowerCase()));
+            EnvObject searched = mayReachFar(words) ? universe : agent;
             try {
-                return super.parse(input, visible, universe, agent, monitor, goals, perspective);
+                return super.parse(input, visible, searched, agent, monitor, goals, perspective);
             } finally {
                 forget();
             }
