@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from divopd_gym.errors import ConfigError
+
 from ..cli_options import Parser, mapping, whole_number
 
 __all__ = ["main"]
@@ -15,6 +17,9 @@ def main(argv: Sequence[str]) -> int:
         "play",
         "Play an environment in the terminal. Type an action, or the number of one; '?' asks the expert, 'gold' shows a\n"
         "way to solve the task, 'quit' leaves. Also works with piped input.",
+    )
+    parser.add_argument(
+        "env", nargs="?", metavar="ID", help="Gymnasium id, e.g. divopd_gym/WebShop-v0 (--env_id)"
     )
     parser.add_argument("--env_id", default="divopd_gym/ALFWorld-v0", metavar="ID", help="Gymnasium id")
     parser.add_argument(
@@ -39,10 +44,22 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="admissible actions shown at once; 0: none",
     )
+    parser.add_argument(
+        "--web", action="store_true", help="WebShop: shop in the browser, on this machine only"
+    )
+    parser.add_argument("--port", type=whole_number(0), default=0, metavar="N", help="of --web (a free one)")
     args = parser.parse(argv)
-    from ..play import play
-
+    env_id = args.env or args.env_id
     kwargs = dict(args.env_kwargs)
     kwargs |= {name: getattr(args, name) for name in ("split", "data_dir") if getattr(args, name) is not None}
-    play(args.env_id, kwargs, task=args.task, seed=args.seed, list_limit=args.list)
+    if args.web:
+        if env_id != "divopd_gym/WebShop-v0":
+            raise ConfigError(f"--web shows WebShop only, not {env_id}; name divopd_gym/WebShop-v0.")
+        from divopd_gym.envs.webshop.serve import serve
+
+        serve(kwargs, port=args.port, task=args.task, seed=args.seed)
+        return 0
+    from ..play import play
+
+    play(env_id, kwargs, task=args.task, seed=args.seed, list_limit=args.list)
     return 0
