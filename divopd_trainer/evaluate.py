@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from divopd_gym.errors import ConfigError, DivOPDError, PoolError
+from divopd_trainer.explorer.deadline import within
 from divopd_trainer.explorer.episode import EpisodeFailure, EpisodeLimits, run_episode
 from divopd_trainer.metrics import wilson_interval
 from divopd_trainer.turns import Rollout
@@ -182,7 +183,7 @@ async def evaluate(
     work.versions.add(engine.policy_version)
 
     async def play(number: int, task: str) -> Rollout:
-        env = await asyncio.wait_for(pool.acquire(), episode_timeout_s)
+        env = await within(episode_timeout_s, pool.acquire(), pool.release)
         try:
             return await run_episode(
                 rollout_id=number,

@@ -31,7 +31,7 @@ def make_pool(config: ExplorerConfig, env_kwargs: dict[str, Any], workers: int) 
 
 async def ask_env(config: ExplorerConfig, pool: Any, name: str) -> Any:
     """An attribute of the environment, or what its method of this name returns."""
-    handle = await within(config.start_timeout_s, pool.acquire())
+    handle = await within(config.start_timeout_s, pool.acquire(), pool.release)
     try:
         return await within(config.reset_timeout_s, handle.call(name))
     finally:

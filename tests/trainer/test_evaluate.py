@@ -10,6 +10,7 @@ from fakes import ENV_ID, ByteCodec, CounterEnv, FakeStudent, LocalPool
 from divopd_gym.errors import ConfigError, WorkerDied
 from divopd_gym.prompts import get_prompt
 from divopd_trainer.evaluate import EvaluationError, evaluate, task_type
+from divopd_trainer.explorer.deadline import within
 
 
 def run(tasks=None, *, engine=None, pool=None, workers=3, env=None, **more):
@@ -159,3 +160,20 @@ def test_no_tasks_and_repeated_tasks_are_refused():
 )
 def test_task_type_is_read_off_the_id(task, kind):
     assert task_type(task) == kind
+
+
+def test_an_environment_that_comes_when_nobody_waits_any_more_is_given_back():
+    pool = LocalPool({"tasks": 9}, 1)
+
+    async def go():
+        waiting = asyncio.ensure_future(within(5.0, pool.acquire(), pool.release))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the environment is lent, and its borrower not yet awake
+        assert pool.lent == 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+        await asyncio.sleep(0)
+
+    asyncio.run(go())
+    assert pool.lent == 0
