@@ -23,7 +23,7 @@ from trl.experimental.async_distillation import AsyncDistillationConfig  # noqa:
 
 from divopd_gym.errors import ConfigError  # noqa: E402
 
-from .config_checks import DIVERGENCES, METHODS, check_together, check_values, parse_history  # noqa: E402
+from .config_checks import DIVERGENCES, METHODS, check_together, check_values  # noqa: E402
 
 __all__ = [
     "DIVERGENCES",
@@ -272,11 +272,6 @@ class DivOPDConfig(AsyncDistillationConfig):
     def evaluates(self) -> bool:
         """Whether there is any evaluation."""
         return bool(self.eval_every or self.eval_at_start or self.eval_at_end)
-
-    @property
-    def window(self) -> int | None:
-        """Turns shown, or None when the chat accumulates."""
-        return parse_history(self.history)
 
     def environment(self, split: str | None = None, *, evaluation: bool = False) -> dict[str, Any]:
         """Keyword arguments for ``gymnasium.make`` of the training (or evaluation) environment."""

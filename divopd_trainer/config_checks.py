@@ -6,10 +6,11 @@ import difflib
 from typing import Any
 
 from divopd_gym.errors import ConfigError
+from divopd_gym.prompts import history_pairs
 
 from .composer import PRESETS
 
-__all__ = ["DIVERGENCES", "METHODS", "check_together", "check_values", "parse_history"]
+__all__ = ["DIVERGENCES", "METHODS", "check_together", "check_values"]
 
 METHODS = tuple(PRESETS)
 DIVERGENCES = ("sampled_reverse_kl", "forward_kl_topk", "jsd_topk")
@@ -64,7 +65,7 @@ def check_values(config: Any) -> None:
         )
     if config.eval_temperature < 0:
         raise ConfigError(f"eval_temperature is {config.eval_temperature}; expected 0 (greedy) or more.")
-    parse_history(config.history)
+    history_pairs(config.history)
 
 
 def _check_positive(config: Any, name: str) -> None:
@@ -125,19 +126,3 @@ def check_together(config: Any) -> None:
             f"weight_sync_steps is {every}, which does not divide {unsynced[0]}={getattr(config, unsynced[0])}: an "
             "evaluation would be due when its weights are not written. Set weight_sync_steps to 1, or choose multiples."
         )
-
-
-def parse_history(history: str) -> int | None:
-    """``accumulate`` -> None, ``window:3`` -> 3.
-
-    Raises:
-        ConfigError: Anything else.
-    """
-    if history == "accumulate":
-        return None
-    head, _, tail = str(history).partition(":")
-    if head == "window" and tail.isdigit():
-        return int(tail)
-    raise ConfigError(
-        f"history is {history!r}; expected 'accumulate' or 'window:N' with a whole number N of turns."
-    )

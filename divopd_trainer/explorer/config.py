@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from divopd_gym.errors import ConfigError
+from divopd_gym.prompts import history_pairs
 
 from ..controller import make_controller
-from .episode import EpisodeLimits, history_window
+from .episode import EpisodeLimits
 
 __all__ = ["ExplorerConfig"]
 
@@ -115,7 +116,7 @@ class ExplorerConfig:
     heartbeat_s: float = 1.0
 
     def __post_init__(self) -> None:
-        history_window(self.history)
+        history_pairs(self.history)
         self.limits()
         self.make_controller()
         at_least = {"workers": 1, "group": 1, "batch_rows": 1, "max_staleness": 0, "max_concurrent": 1}

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from divopd_gym.errors import ConfigError, DivOPDError
+from divopd_gym.prompts import history_pairs
 
 from ..controller import Controller, StudentOnly
 from ..engines.base import GenerateRequest, Generation, TokenScores
@@ -25,7 +26,7 @@ from ..seeds import episode_seed, request_seed
 from ..turns import Actor, Rollout, Segment, StopReason, Turn, make_turn, score_turn
 from .deadline import within
 
-__all__ = ["EpisodeFailure", "EpisodeLimits", "history_window", "renumber", "run_episode", "score_rollout"]
+__all__ = ["EpisodeFailure", "EpisodeLimits", "renumber", "run_episode", "score_rollout"]
 
 T = TypeVar("T")
 
@@ -61,22 +62,6 @@ class EpisodeLimits:
                 raise ConfigError(f"{name} is {value}; expected at least {least}.")
         if self.episode_timeout_s <= 0:
             raise ConfigError(f"episode_timeout_s is {self.episode_timeout_s}; expected more than 0 seconds.")
-
-
-def history_window(history: str) -> int | None:
-    """None for "accumulate", n for "window:n".
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    if history == "accumulate":
-        return None
-    kind, _, n = history.partition(":")
-    if kind == "window" and n.isdecimal():
-        return int(n)
-    raise ConfigError(
-        f"Unknown history {history!r}; expected 'accumulate' or 'window:n', such as 'window:2'."
-    )
 
 
 async def run_episode(
@@ -139,7 +124,7 @@ async def run_episode(
         teacher=teacher,
         codec=codec,
         prompt=prompt,
-        window=history_window(history),
+        window=history_pairs(history),
         limits=limits,
         temperature=temperature,
         run_seed=run_seed,
@@ -419,9 +404,16 @@ def _scored(turn: Turn, found: Any, vocabulary: np.ndarray | None) -> Turn:
         logprobs, top_ids, top_logprobs = found.logprobs, found.topk_ids, found.topk_logprobs
     mask = None
     if vocabulary is not None:
-        ids = turn.response_ids
-        mask = (ids < len(vocabulary)) & vocabulary[np.minimum(ids, len(vocabulary) - 1)]
+        mask = _known(turn.response_ids, vocabulary)
+        if top_ids is not None:
+            # The learner would look them up in the student's own vocabulary.
+            top_ids = np.where(_known(top_ids, vocabulary), top_ids, -1)
     return score_turn(turn, logprobs, mask, top_ids, top_logprobs)
+
+
+def _known(ids: np.ndarray, vocabulary: np.ndarray) -> np.ndarray:
+    inside = (ids >= 0) & (ids < len(vocabulary))
+    return inside & vocabulary[np.where(inside, ids, 0)]
 
 
 def _reason(info: dict, terminated: bool) -> str:

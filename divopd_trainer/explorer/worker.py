@@ -364,7 +364,7 @@ class Explorer:
     async def _play(self, key: int, ticket: Ticket) -> tuple[Any, bool]:
         config, engines = self.config, self.engines
         deadline = time.monotonic() + config.episode_timeout_s
-        handle = await within(config.episode_timeout_s, self.pool.acquire())
+        handle = await within(config.episode_timeout_s, self.pool.acquire(), self.pool.release)
         try:
             rollout = await run_episode(
                 rollout_id=key,
@@ -382,7 +382,7 @@ class Explorer:
                 run_seed=config.seed,
                 score=False,
                 update=self.update,
-                horizon=None if self.horizon is None else self.horizon.turns,
+                horizon=None if self.horizon is None else self._turns_allowed,
             )
         finally:
             # Scoring needs no environment; the next episode can have it.
@@ -400,6 +400,10 @@ class Explorer:
             timeout_s=max(1.0, deadline - time.monotonic()),
         )
         return rollout, True
+
+    def _turns_allowed(self, completed: int) -> int:
+        # Horizons number updates from 1: the one that is trained next.
+        return self.horizon.turns(completed + 1)
 
     def _count_failure(self, key: int, ticket: Ticket, error: Exception) -> None:
         why = str(error) if isinstance(error, DivOPDError) else f"{type(error).__name__}: {error}"

@@ -244,13 +244,13 @@ def build_wanderer(config):
 
 
 class GrowingHorizon:
-    """One turn more for every rollout seen."""
+    """One turn more for every rollout seen; updates are numbered from 1."""
 
     def __init__(self):
         self.seen = 0
 
     def turns(self, update):
-        return 1 + self.seen + 100 * update
+        return 1 + self.seen + 100 * (update - 1)
 
     def observe(self, rollout):
         self.seen += 1

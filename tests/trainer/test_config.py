@@ -65,7 +65,7 @@ def test_a_loss_that_is_exactly_zero_is_refused(make):
         ({"top_k": 5}, "top_k=5"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"max_tokens": 128, "max_model_len": 128}, "no token is left"),
-        ({"history": "windows:2"}, "window:N"),
+        ({"history": "windows:2"}, "window:n"),
         ({"method": "divopdr"}, "Did you mean 'divopd-r'"),
         ({"batch_rows": 0}, "batch_rows is 0"),
         ({"cap": 0}, "cap is 0"),

@@ -9,6 +9,7 @@ from fakes import END, ByteCodec, CounterEnv, FakeStudent, FakeTeacher, LocalHan
 from divopd_gym.errors import ConfigError
 from divopd_gym.prompts import get_prompt
 from divopd_trainer.controller import GuidedOPD, StudentOnly
+from divopd_trainer.engines.base import TokenScores
 from divopd_trainer.explorer.episode import (
     EpisodeFailure,
     EpisodeLimits,
@@ -157,6 +158,19 @@ def test_ids_that_mean_something_else_to_the_teacher_are_masked():
     rollout = play(teacher=FakeTeacher(), teacher_vocabulary=shared)
     for turn in rollout.turns:
         assert turn.valid_mask().tolist() == [True] * (turn.n_tokens - 1) + [False]
+
+
+def test_candidates_that_the_student_does_not_have_are_absent():
+    class Listing(FakeTeacher):
+        async def score(self, token_ids, spans, topk=0):
+            found = await super().score(token_ids, spans)
+            ids = [np.tile(np.array([5, END, 10_000], np.int32), (len(f), 1)) for f in found]
+            return [TokenScores(f, i, np.log(np.full(i.shape, 0.3))) for f, i in zip(found, ids)]
+
+    shared = np.ones(259, bool)
+    shared[END] = False
+    for turn in play(teacher=Listing(), teacher_vocabulary=shared, topk=3).turns:
+        assert turn.teacher_topk_ids.tolist() == [[5, -1, -1]] * turn.n_tokens
 
 
 def test_policy_version_is_that_of_each_turn():
