@@ -190,6 +190,21 @@ def test_failed_generation_is_one_failed_episode_with_its_cause():
         play(student=FakeStudent(fail_on="next is 2"))
 
 
+def test_lengths_are_clipped_before_a_request_is_sent_and_a_refused_one_is_sent_once():
+    """Field report 26: a request that cannot fit never leaves, and a refusal is not tried again."""
+    student = FakeStudent()
+    limits = EpisodeLimits(max_turns=8, max_tokens=20, max_model_len=90)
+    play(student=student, env=CounterEnv(grow=2), limits=limits)
+    assert student.requests
+    assert all(len(r.prompt_ids) + r.max_tokens <= 90 and r.max_tokens >= 1 for r in student.requests)
+    assert min(r.max_tokens for r in student.requests) < 20
+
+    refusing = FakeStudent(refuses=True)
+    with pytest.raises(EpisodeFailure):
+        play(student=refusing)
+    assert len(refusing.requests) == 1
+
+
 def test_failed_scoring_is_one_failed_episode():
     with pytest.raises(EpisodeFailure, match="teacher is gone"):
         play(teacher=FakeTeacher(fail_after=0))
