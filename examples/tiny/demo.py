@@ -29,7 +29,9 @@ def free_run_dir(wanted: Path) -> Path:
 def divopd(*arguments: str) -> None:
     """Run one command and pass its failure on."""
     print(f"\n$ divopd {shlex.join(arguments)}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "divopd_trainer.cli", *arguments], cwd=HERE.parents[1]).returncode
+    code = subprocess.run(
+        [sys.executable, "-m", "divopd_trainer.cli", *arguments], cwd=HERE.parents[1]
+    ).returncode
     if code:
         raise SystemExit(code)
 
@@ -53,7 +55,9 @@ def show(run_dir: Path, teacher: dict, seconds: float) -> None:
     rows.append((f"student after {points[-1]['policy_version']} updates", points[-1]))
     for name, line in rows:
         interval = f"{100 * line['success_low']:.0f}-{100 * line['success_high']:.0f}"
-        table.add_row(name, f"{line['success_rate']:.1%}", interval, f"{line['turns']:.1f}", str(line["episodes"]))
+        table.add_row(
+            name, f"{line['success_rate']:.1%}", interval, f"{line['turns']:.1f}", str(line["episodes"])
+        )
     console = Console()
     console.print(table)
     gain = 100 * (points[-1]["success_rate"] - points[0]["success_rate"])
@@ -64,9 +68,13 @@ def show(run_dir: Path, teacher: dict, seconds: float) -> None:
 def main() -> None:
     """Parse the options and run the parts one after another."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run_dir", type=Path, default=Path("runs/demo"), help="where the run goes (runs/demo)")
+    parser.add_argument(
+        "--run_dir", type=Path, default=Path("runs/demo"), help="where the run goes (runs/demo)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of exploration and training (0)")
-    parser.add_argument("overrides", nargs="*", metavar="--NAME VALUE", help="more options of `divopd train`, after --")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="--NAME VALUE", help="more options of `divopd train`, after --"
+    )
     options = parser.parse_args()
     began = time.monotonic()
     run_dir = free_run_dir(options.run_dir.resolve())
