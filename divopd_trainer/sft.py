@@ -50,7 +50,9 @@ class Sample:
         return np.array([observation_weight, 1.0, 0.0], np.float32)[self.kind]
 
 
-def encode_episode(codec: ChatCodec, prompt: Any, episode: Mapping[str, Any], history: str) -> list[Sample]:
+def encode_episode(
+    codec: ChatCodec, prompt: Any, episode: Mapping[str, Any], history: str, follow: str = "expert"
+) -> list[Sample]:
     """An episode as the explorer would have written it.
 
     Args:
@@ -59,7 +61,15 @@ def encode_episode(codec: ChatCodec, prompt: Any, episode: Mapping[str, Any], hi
         episode: A record of `divopd_trainer.expert`.
         history: "accumulate": one sequence of what was executed. "window:n": one sequence a turn, with the expert's
             answer as reply.
+        follow: "expert": every reply is taught the expert's answer. "executed": what was executed is taught, mistakes
+            included, so that a model can be made that knows the task and plays it badly.
+
+    Raises:
+        ConfigError: `follow` is neither.
     """
+    if follow not in ("expert", "executed"):
+        raise ConfigError(f"follow={follow!r}: expected 'expert' or 'executed'.")
+    taught = "action" if follow == "executed" else "expert"
     window = history_pairs(history)
     past: list[tuple[str, str]] = []
     pieces: list[Sample] = []
@@ -69,11 +79,11 @@ def encode_episode(codec: ChatCodec, prompt: Any, episode: Mapping[str, Any], hi
         shown = past if window is None else past[-window:] if window else []
         user = prompt.user(number, turn["observation"], info, shown)
         if window is not None:
-            opened, answer = codec.start(prompt.system(info), user), codec.reply(prompt.reply(turn["expert"]))
+            opened, answer = codec.start(prompt.system(info), user), codec.reply(prompt.reply(turn[taught]))
             samples.append(_join([_observed(opened), _reply(answer, answer)]))
         else:
             opened = codec.start(prompt.system(info), user) if number == 0 else codec.extend(user)
-            said, answer = (codec.reply(prompt.reply(turn[key])) for key in ("action", "expert"))
+            said, answer = (codec.reply(prompt.reply(turn[key])) for key in ("action", taught))
             pieces += [_observed(opened), _reply(said, answer)]
         past.append((turn["observation"], turn["action"]))
     return samples if window is not None else [_join(pieces)]
@@ -129,6 +139,7 @@ def train_sft(
     env_id: str = "divopd_gym/ALFWorld-v0",
     prompt_style: str = "tiny",
     history: str = "accumulate",
+    follow: str = "expert",
     lr: float = 2e-3,
     matrix_lr: float = 0.0,
     batch_tokens: int = 2048,
@@ -156,6 +167,7 @@ def train_sft(
         env_id: Whose prompts are used.
         prompt_style: Style of the prompts.
         history: "accumulate" or "window:n".
+        follow: "expert" teaches the expert's answer in every state; "executed" what was executed, mistakes included.
         lr: Highest learning rate of AdamW.
         matrix_lr: Above 0: the hidden matrices are trained by Muon at this rate, AdamW takes the rest.
         batch_tokens: Most tokens of an update.
@@ -190,7 +202,7 @@ def train_sft(
         tokenizer = train_tokenizer(transcript_texts(prompt, records), vocab_size, PHRASES.get(env_id, ()))
     tokenizer, model = _load(model, tokenizer, seed)
     codec = ChatCodec(tokenizer)
-    samples = [s for record in records for s in encode_episode(codec, prompt, record, history)]
+    samples = [s for record in records for s in encode_episode(codec, prompt, record, history, follow)]
     fitting = [s for s in samples if len(s.token_ids) <= max_tokens and (s.kind == TRAINED).any()]
     if not fitting:
         raise ConfigError(

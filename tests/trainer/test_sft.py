@@ -201,3 +201,16 @@ def test_nothing_to_train_on_is_refused_with_a_remedy(tmp_path):
         train_sft(SPEC, [episode()], tmp_path / "a", env_id=ENV, max_tokens=4, updates=1, quiet=True)
     with pytest.raises(ConfigError, match="updates"):
         train_sft(SPEC, [episode()], tmp_path / "a", env_id=ENV, updates=0)
+
+
+def test_following_what_was_executed_teaches_the_mistakes_too():
+    codec, prompt = ChatCodec(tokenizer()), get_prompt(ENV, "tiny", "accumulate")
+    recorded = episode(mistakes=(1,))
+    (sample,) = encode_episode(codec, prompt, recorded, "accumulate", "executed")
+    trained = sample.kind == TRAINED
+    assert sample.targets[trained].tolist() == sample.token_ids[trained].tolist()
+    said = codec.reply(recorded["turns"][1]["action"])
+    assert recorded["turns"][1]["action"] != recorded["turns"][1]["expert"]
+    assert trained.sum() == sum(len(codec.reply(t["action"])) for t in recorded["turns"]) > len(said)
+    with pytest.raises(ConfigError, match="executed"):
+        encode_episode(codec, prompt, recorded, "accumulate", "both")
