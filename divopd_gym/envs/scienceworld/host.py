@@ -35,8 +35,8 @@ except ImportError:  # not a POSIX system: simulators are not shared
 
 __all__ = ["connect", "end_hung", "private", "run_folder"]
 
-START_TIMEOUT_S = 60.0
-GREETING_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 120.0
+GREETING_TIMEOUT_S = 30.0
 # Long enough that the next environment of a program that makes them one by one finds the simulator still there.
 _GRACE_MS = 1000
 _LONGEST_CALL_MS = 600_000

@@ -152,7 +152,7 @@ public final class ScienceWorldHost {
             s.setTcpNoDelay(true);
             DataInputStream in = new DataInputStream(new BufferedInputStream(s.getInputStream()));
             DataOutputStream out = new DataOutputStream(s.getOutputStream());
-            s.setSoTimeout(10_000);
+            s.setSoTimeout(60_000);
             byte[] given = read(in);
             if (!MessageDigest.isEqual(given, token)) {
                 return;
