@@ -240,11 +240,11 @@ def test_trainer_that_forgets_to_stop_ends_and_leaves_nothing():
         "from test_explorer_process import config, until\n"
         "from divopd_trainer.explorer import ExplorerProcess\n"
         "if __name__ == '__main__':\n"
-        "    e = ExplorerProcess(config()); e.start(); until(lambda: e.env_pids)\n"
+        "    e = ExplorerProcess(config()); e.start(); until(lambda: len(e.env_pids) == 2)\n"
         "    print(e.pid, *e.env_pids, flush=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=HERE.parents[1], timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=HERE.parents[1], timeout=180
     )
     assert done.returncode == 0, done.stderr
     pids = [int(word) for word in done.stdout.split()]
