@@ -36,10 +36,13 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=260, help="of the teacher's first training")
     parser.add_argument("--played", type=int, default=1_200, help="episodes a round")
     parser.add_argument("--more_updates", type=int, default=250, help="a round")
-    parser.add_argument("--student_updates", type=int, default=90, help="of the warm student")
+    parser.add_argument("--student_updates", type=int, default=90, help="of a weak student for the last round")
     parser.add_argument(
         "--sparring_updates", type=int, default=200, help="of a stronger student for the last round"
     )
+    parser.add_argument("--able_updates", type=int, default=250, help="more of the shipped student, well shown")
+    parser.add_argument("--noisy", type=int, default=2_500, help="episodes of a player that is half random")
+    parser.add_argument("--noisy_updates", type=int, default=100, help="of the shipped student on those")
     parser.add_argument("--evaluate", type=int, default=200, help="held-out houses")
     args = parser.parse_args()
 
@@ -104,7 +107,23 @@ def main() -> None:
             lr=1e-3, matrix_lr=0.01, warmup=10, decay=1.0, observation_weight=0.05, seed=args.seed + number,
             dtype="float32", log_every=20, quiet=True,
         )  # fmt: skip
-    student = work / "student"
+    # The student that ships knows the task and plays it badly: more of the same training, then a player with one random
+    # action in two is imitated, mistakes included. A student that lacks the knowledge itself gains nothing in a demo's time.
+    stage("student-able", train_sft,
+        work / "student-long", _mixed(recordings, 5), work / "student-able", env_id=ENV, updates=args.able_updates,
+        batch_tokens=2048, lr=2e-3, matrix_lr=0.02, warmup=10, decay=0.6, observation_weight=0.05, seed=args.seed + 3,
+        dtype="float32", log_every=25, quiet=True,
+    )  # fmt: skip
+    noisy = work / "noisy.jsonl.zst"
+    stage("noisy", record_expert,
+        ENV, HOUSES, args.noisy, noise=0.5, clean=0.0, repeats=3, seed=77, out=noisy, workers=0,
+    )  # fmt: skip
+    student = work / "student-noisy"
+    stage("student-noisy", train_sft,
+        work / "student-able", noisy, student, env_id=ENV, follow="executed", updates=args.noisy_updates,
+        batch_tokens=2048, lr=1e-3, matrix_lr=0.01, warmup=10, decay=0.7, observation_weight=0.05, seed=args.seed,
+        dtype="float32", log_every=20, quiet=True,
+    )  # fmt: skip
     for name, folder in (("teacher", teacher), ("student", student)):
         _publish(folder, out / name)
         for greedy in (True, False):
