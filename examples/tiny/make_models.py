@@ -3,8 +3,8 @@
     python examples/tiny/make_models.py --out examples/tiny/models
 
 Stages, each skipped if its result is there: record the searching expert with mistakes; train a tokenizer and the teacher;
-warm the student up on a small share; let teacher and students play while the expert comments (DAgger) and train the teacher
-on; evaluate teacher and student.
+let the teacher and two weak students play while the expert comments (DAgger) and train the teacher on; make a student
+able and let it imitate a half random player; evaluate teacher and student.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=260, help="of the teacher's first training")
     parser.add_argument("--played", type=int, default=1_200, help="episodes a round")
     parser.add_argument("--more_updates", type=int, default=250, help="a round")
-    parser.add_argument("--student_updates", type=int, default=90, help="of a weak student for the last round")
+    parser.add_argument(
+        "--student_updates", type=int, default=90, help="of a weak student for the last round"
+    )
     parser.add_argument(
         "--sparring_updates", type=int, default=200, help="of a stronger student for the last round"
     )
-    parser.add_argument("--able_updates", type=int, default=250, help="more of the shipped student, well shown")
+    parser.add_argument(
+        "--able_updates", type=int, default=250, help="more of the shipped student, well shown"
+    )
     parser.add_argument("--noisy", type=int, default=2_500, help="episodes of a player that is half random")
     parser.add_argument("--noisy_updates", type=int, default=100, help="of the shipped student on those")
     parser.add_argument("--evaluate", type=int, default=200, help="held-out houses")
