@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-CONFIG = HERE / "divopd.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "examples/tiny/divopd.yaml"
 
 
 def free_run_dir(wanted: Path) -> Path:
@@ -29,9 +30,7 @@ def free_run_dir(wanted: Path) -> Path:
 def divopd(*arguments: str) -> None:
     """Run one command and pass its failure on."""
     print(f"\n$ divopd {shlex.join(arguments)}", flush=True)
-    code = subprocess.run(
-        [sys.executable, "-m", "divopd_trainer.cli", *arguments], cwd=HERE.parents[1]
-    ).returncode
+    code = subprocess.run([sys.executable, "-m", "divopd_trainer.cli", *arguments], cwd=ROOT).returncode
     if code:
         raise SystemExit(code)
 
@@ -69,7 +68,10 @@ def main() -> None:
     """Parse the options and run the parts one after another."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--run_dir", type=Path, default=Path("runs/demo"), help="where the run goes (runs/demo)"
+        "--run_dir",
+        type=Path,
+        default=Path("runs/demo"),
+        help="where the run goes, from the project's root (runs/demo)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of exploration and training (0)")
     parser.add_argument(
@@ -77,10 +79,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     began = time.monotonic()
-    run_dir = free_run_dir(options.run_dir.resolve())
+    os.chdir(ROOT)
+    run_dir = free_run_dir(options.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     teacher_file = run_dir / "teacher_eval.json"
-    config = ["--config", str(CONFIG)]
+    config = ["--config", CONFIG]
     divopd("eval", *config, "--policy", "teacher", "--workers", "8", "--out", str(teacher_file))
     divopd("train", *config, "--run_dir", str(run_dir), "--seed", str(options.seed), *options.overrides)
     show(run_dir, json.loads(teacher_file.read_text("utf-8")), time.monotonic() - began)
