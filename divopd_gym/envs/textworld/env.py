@@ -19,7 +19,20 @@ _PROMPT = re.compile(r"\s*>\s*(?:-= .*)?\Z")
 _AFTER_END = re.compile(r"\s*Would you like to RESTART, .*\Z", re.DOTALL)
 # They leave the game, or put it where TextWorld's own books do not follow.
 _META = frozenset(
-    ("again", "g", "load", "noscript", "notify", "oops", "q", "quit", "record", "recording", "replay", "restart")
+    (
+        "again",
+        "g",
+        "load",
+        "noscript",
+        "notify",
+        "oops",
+        "q",
+        "quit",
+        "record",
+        "recording",
+        "replay",
+        "restart",
+    )
     + ("restore", "save", "script", "transcript", "undo", "unscript", "verify", "version")
 )
 _NOT_UNDERSTOOD = "That's not a verb I recognise."
