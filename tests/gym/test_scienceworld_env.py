@@ -178,8 +178,10 @@ def test_asking_for_valid_actions_does_not_disturb_the_world(golden):
     plain = trajectory(env, task, actions[:30])
     seen = [env.reset(options={"task": task})]
     for action in actions[:30]:
-        assert len(env.unwrapped.valid_actions()) > 100
-        assert "reset task" not in env.unwrapped.valid_actions()
+        valid = env.unwrapped.valid_actions()
+        # While a question is open, its answers are all there is.
+        assert len(valid) > 100 or valid == [str(number) for number in range(len(valid))]
+        assert "reset task" not in valid
         seen.append(env.step(action))
     assert seen == plain
     env.close()
@@ -216,7 +218,9 @@ def test_the_shipped_classes_are_what_the_source_compiles_to(tmp_path):
 
 @pytest.mark.filterwarnings("error")
 def test_gymnasiums_own_checks_pass_without_warnings():
-    check_env(make(split="train", task_types=["find-plant"], max_turns=30).unwrapped)
+    env = make(split="train", task_types=["find-plant"], max_turns=30)
+    check_env(env.unwrapped)
+    env.close()
 
 
 def test_the_projects_own_checks_pass():

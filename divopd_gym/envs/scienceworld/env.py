@@ -131,7 +131,7 @@ class ScienceWorldEnv(TextEnv):
         outcome = self._outcome(state)
         # Some tasks give points for where one starts; they come with the first turn, so that an episode's return is its
         # final score.
-        outcome.score = self._best = 0.0
+        outcome.score = self._best = outcome.extra["best_score"] = 0.0
         return " ".join(state.description.split()), outcome
 
     def _load(self, name: str, variation: int, simplifications: str) -> State:
