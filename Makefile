@@ -8,7 +8,7 @@ CONSTRAINTS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constrai
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test test-unit test-env test-e2e check format bench clean
+.PHONY: help setup demo test test-unit test-env test-e2e test-leaks test-slow check format bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -34,8 +34,14 @@ test-unit: setup  ## The quick tests alone (no engine, no training loop)
 test-env: setup  ## Real environments
 	$(BIN)/python -m pytest -m 'env and not slow'
 
-test-e2e: setup  ## The whole loop on a CPU, the leak tests and the ladder of tiny models
-	$(BIN)/python -m pytest -m 'e2e or slow'
+test-e2e: setup  ## The whole loop on a CPU and the ladder of tiny models
+	$(BIN)/python -m pytest -m e2e
+
+test-leaks: setup  ## A thousand episodes leave nothing behind
+	$(BIN)/python -m pytest tests/gym/test_leaks.py -m slow
+
+test-slow: setup  ## Everything that takes minutes
+	$(BIN)/python -m pytest -m slow
 
 check: setup  ## Lint and format check
 	$(BIN)/ruff check .
