@@ -118,4 +118,6 @@ def test_pools_opened_and_closed_leave_no_process_descriptor_or_thread(temp):
     for _ in range(5):
         cycle()
     gc.collect()
-    assert (me.num_fds(), threading.active_count(), len(me.children(recursive=True))) == before
+    after = (me.num_fds(), threading.active_count(), len(me.children(recursive=True)))
+    # Fewer is possible: what an earlier test left for the collector may go in between.
+    assert all(now <= then for now, then in zip(after, before)), (before, after)
