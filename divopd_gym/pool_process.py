@@ -84,7 +84,10 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         self._temp_dir = self._temp.worker_dir()
         self._process = self._context.Process(
-            target=run_worker, args=(theirs, *self._env, self._temp_dir), name=self.name, daemon=True
+            target=run_worker,
+            args=(theirs, *self._env, self._temp_dir, dict(os.environ)),
+            name=self.name,
+            daemon=True,
         )
         self._processes.add(self._process)
         try:

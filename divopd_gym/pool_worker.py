@@ -63,7 +63,9 @@ def decode(body: bytes) -> Any:
     return pickle.loads(body)
 
 
-def run_worker(sock: socket.socket, env_id: Any, env_kwargs: dict[str, Any], temp_dir: str) -> None:
+def run_worker(
+    sock: socket.socket, env_id: Any, env_kwargs: dict[str, Any], temp_dir: str, environ: dict[str, str]
+) -> None:
     """Build the environment and serve requests until the socket closes.
 
     Args:
@@ -71,7 +73,10 @@ def run_worker(sock: socket.socket, env_id: Any, env_kwargs: dict[str, Any], tem
         env_id: A Gymnasium id, or a picklable function that builds the environment.
         env_kwargs: Its keyword arguments.
         temp_dir: Where this process puts temporary files; the parent removes it afterwards.
+        environ: The caller's environment variables now; the fork server's are those of the first pool's day.
     """
+    os.environ.clear()
+    os.environ.update(environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
     os.environ["TMPDIR"] = tempfile.tempdir = temp_dir

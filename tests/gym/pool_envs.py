@@ -39,6 +39,9 @@ class Fake(gymnasium.Env):
         over = self.turns >= self.length
         return f"{action} {self.turns}", float(over), over, False, self._info()
 
+    def variable(self, name):
+        return os.environ.get(name)
+
     def _misbehave(self):
         match self.task:
             case "hang":

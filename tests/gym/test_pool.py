@@ -302,6 +302,13 @@ def test_methods_and_attributes_can_be_called_by_name():
     run(work())
 
 
+def test_workers_see_the_environment_variables_of_now_not_those_of_the_first_pool(monkeypatch):
+    for value in ("one", "two"):
+        monkeypatch.setenv("DIVOPD_TEST_VARIABLE", value)
+        with SyncEnvPool(FAKE, workers=1) as pool, pool.lend(20) as env:
+            assert env.call("variable", "DIVOPD_TEST_VARIABLE") == value
+
+
 def test_environments_are_lent_first_come_first_served():
     async def work():
         order = []

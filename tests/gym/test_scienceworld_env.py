@@ -487,8 +487,6 @@ def test_a_forked_child_must_reset_and_leaves_its_parents_episode_alone():
     env.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
 def test_vector_environments_play_it():
     envs = gymnasium.make_vec(
         ID,

@@ -219,7 +219,7 @@ def test_explorer_and_its_workers_vanish_when_the_trainer_is_killed():
         "from test_explorer_process import config, until\n"
         "from divopd_trainer.explorer import ExplorerProcess\n"
         "if __name__ == '__main__':\n"
-        "    e = ExplorerProcess(config()); e.start(); until(lambda: e.env_pids)\n"
+        "    e = ExplorerProcess(config()); e.start(); until(lambda: len(e.env_pids) == 2)\n"
         "    print(e.pid, *e.env_pids, flush=True); time.sleep(60)\n"
     )
     trainer = subprocess.Popen(
