@@ -20,9 +20,12 @@ import numpy as np
 from divopd_gym.errors import ConfigError
 from divopd_trainer.framelog import FrameLogWriter, read_frames
 
-__all__ = ["SCHEMA", "InProcessPool", "read_episodes", "record_expert"]
+__all__ = ["PROMPT_KEYS", "SCHEMA", "InProcessPool", "read_episodes", "record_expert"]
 
 SCHEMA = 1
+PROMPT_KEYS = ("options", "action_templates", "objects")
+"""What prompts read of an info beside goal and admissible actions; recorded where it is given."""
+
 _WORDS_KEPT = 400
 
 
@@ -211,12 +214,14 @@ async def _episode(
     words = _Words()
     while not done and len(turns) < plan.max_turns:
         expert = await handle.expert_act()
-        admissible = list(info.get("admissible_actions") or [])
-        words.read([*admissible, expert])
+        listed = info.get("admissible_actions")
+        admissible = list(listed or [])
+        words.read([*admissible, *map(str, info.get("objects") or ()), expert])
         action, noisy = expert, rng.random() < noise
         if speaker is not None:
             said = await speaker.act(len(turns), observation, info)
-            action = expert if said != expert and rng.random() < policy.mix else said
+            differs = said.lower() != expert.lower()
+            action = expert if not differs or rng.random() < policy.mix else said
         if noisy:
             action = words.mistake(rng, expert, admissible)
         if speaker is not None:
@@ -224,10 +229,11 @@ async def _episode(
         turns.append(
             {
                 "observation": observation,
-                "admissible": admissible,
+                "admissible": None if listed is None else admissible,
                 "action": action,
                 "expert": expert,
                 "noise": noisy and action != expert,
+                "info": {key: info[key] for key in PROMPT_KEYS if info.get(key)},
             }
         )
         observation, _, terminated, truncated, info = await handle.step(action)
@@ -258,7 +264,8 @@ class _Words:
 
     def mistake(self, rng: random.Random, expert: str, admissible: Sequence[str]) -> str:
         possible = [a for a in admissible if a != "help"] or [expert]
-        if rng.random() < 0.6:
+        # Where nothing is listed there is only the expert's action to corrupt.
+        if admissible and rng.random() < 0.6:
             return rng.choice(possible)
         parts = (expert if rng.random() < 2 / 3 else rng.choice(possible)).split()
         places = [i for i, word in enumerate(parts) if word in self.known]

@@ -75,7 +75,7 @@ def encode_episode(
     pieces: list[Sample] = []
     samples: list[Sample] = []
     for number, turn in enumerate(episode["turns"]):
-        info = {"goal": episode["goal"], "admissible_actions": turn["admissible"], "task": episode["task"]}
+        info = _info(episode, turn)
         shown = past if window is None else past[-window:] if window else []
         user = prompt.user(number, turn["observation"], info, shown)
         if window is not None:
@@ -94,9 +94,15 @@ def transcript_texts(prompt: Any, episodes: Sequence[Mapping[str, Any]]) -> list
     texts = []
     for episode in episodes:
         for number, turn in enumerate(episode["turns"]):
-            info = {"goal": episode["goal"], "admissible_actions": turn["admissible"]}
+            info = _info(episode, turn)
             texts += [prompt.user(number, turn["observation"], info, []), prompt.reply(turn["action"])]
     return texts
+
+
+def _info(episode: Mapping[str, Any], turn: Mapping[str, Any]) -> dict[str, Any]:
+    """What the prompt saw of the environment's info."""
+    known = {"goal": episode["goal"], "admissible_actions": turn["admissible"], "task": episode["task"]}
+    return known | turn.get("info", {})
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int, batches: int, seed: int) -> list[list[int]]:
