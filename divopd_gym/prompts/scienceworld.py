@@ -72,10 +72,6 @@ class ScienceWorldAction(_Laboratory, ActionPrompt):
 
 @dataclass(frozen=True)
 class ScienceWorldTiny(_Laboratory, TinyPrompt):
-    """`TinyPrompt` for ScienceWorld: of the task only its first sentence."""
+    """`TinyPrompt` for ScienceWorld, with the whole task: its later sentences say where a thing belongs."""
 
     lower: bool = True
-
-    def goal(self, observation: str, info: Mapping[str, Any]) -> str:
-        """The first sentence of the task, without its opening."""
-        return super().goal(observation, info).partition(". ")[0]

@@ -175,8 +175,8 @@ class TinyPrompt(_TextPrompt):
         return parse_bare(reply, lower=self.lower)
 
     def reply(self, action: str) -> str:
-        """The action itself."""
-        return action
+        """The action itself, in the letters that the messages are in, so that words can be copied from them."""
+        return action.lower() if self.lower else action
 
 
 def _compact(text: str) -> str:
