@@ -14,6 +14,9 @@ from typing import Any, Literal, Protocol
 
 from divopd_gym.errors import ConfigError
 
+from .composer_auto import QueuePressure, covering_cap
+from .composer_cost import CostReference, buy, check_costed, merged_tokens
+
 __all__ = ["PRESETS", "Batch", "BatchComposer", "ComposableTurn", "Preset"]
 
 STATE_SCHEMA = 1
@@ -41,14 +44,15 @@ class Preset:
     Attributes:
         gate: Discard turns that are not valid. Without it they take rows and carry no loss.
         coverage: "arrival" takes turns as they came; "rollout" gives every rollout, oldest first, up to the cap
-            and then tops all up together; "ranked" ignores rollouts.
+            and then tops all up together; "cost" does so with pieces bought with tokens (`composer_cost`); "ranked"
+            ignores rollouts.
         order: Inside a rollout (or, when "ranked", over all): "arrival", "uniform" or "score".
         capped: Whether the cap holds in the first sweep.
         pooled: Keep unselected turns and read up to the pool's size; otherwise read one batch and keep none.
     """
 
     gate: bool = True
-    coverage: Literal["arrival", "rollout", "ranked"] = "rollout"
+    coverage: Literal["arrival", "rollout", "cost", "ranked"] = "rollout"
     order: Literal["arrival", "uniform", "score"] = "score"
     capped: bool = True
     pooled: bool = True
@@ -60,6 +64,7 @@ PRESETS: dict[str, Preset] = {
     "divopd-base": Preset(order="uniform"),
     "divopd": Preset(),
     "divopd-r": Preset(),
+    "divopd-cost": Preset(coverage="cost"),
     "no-cap": Preset(order="uniform", capped=False),
     "top-b": Preset(coverage="ranked"),
 }
@@ -76,6 +81,8 @@ class Batch:
         gated: Turns that this call discarded as not valid.
         expired: Valid turns that this call discarded because they waited too long.
         pool: Turns that could be chosen from.
+        facts: Values for the update's train line: ``cap_used`` (k, None for no cap) and, with a budget of tokens,
+            ``token_budget`` and ``budget_spent``.
     """
 
     selected: list[Any] = field(default_factory=list)
@@ -84,6 +91,12 @@ class Batch:
     gated: int = 0
     expired: int = 0
     pool: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cap(self) -> int | None:
+        """Turns a rollout could give in the first sweep (k); None: no cap."""
+        return self.facts.get("cap_used")
 
 
 class BatchComposer:
@@ -91,12 +104,16 @@ class BatchComposer:
 
     Args:
         preset: A name in `PRESETS`, or a `Preset`.
-        batch_rows: Rows of a batch (B).
+        batch_rows: Rows of a batch (B). With a budget of tokens, rows are not limited, and B sets the pool's size and
+            what is enough to compose.
         pool_multiplier: The pool holds at most this many batches (c).
-        cap: Turns that one rollout may give in the first sweep (k); None for no cap.
+        cap: Turns that one rollout may give in the first sweep (k); None for no cap; "auto" for the largest that
+            reaches every rollout which cannot wait (`composer_auto`).
         max_staleness: A turn of version v may train at updates v+1 ... v+max_staleness (delta).
         max_pending_age: Updates that an unselected turn stays pending after it was first seen (W).
         seed: Of the uniform orders.
+        token_budget: Preset divopd-cost: tokens forwarded an update under merged packing. None: what `batch_rows` rows
+            of preset divopd would forward, by the running mean (`composer_cost.CostReference`).
 
     Attributes:
         counters: Totals since the start: read, selected, dead_selected, stale, gated, expired.
@@ -114,10 +131,11 @@ class BatchComposer:
         preset: str | Preset = "divopd",
         batch_rows: int = 64,
         pool_multiplier: int = 4,
-        cap: int | None = 4,
+        cap: int | Literal["auto"] | None = 4,
         max_staleness: int = 2,
         max_pending_age: int = 8,
         seed: int = 0,
+        token_budget: int | None = None,
     ) -> None:
         if isinstance(preset, str) and preset not in PRESETS:
             raise ConfigError(
@@ -126,12 +144,16 @@ class BatchComposer:
         for name, value, least in [
             ("batch_rows", batch_rows, 1),
             ("pool_multiplier", pool_multiplier, 1),
-            ("cap", 1 if cap is None else cap, 1),
+            ("cap", 1 if cap in (None, "auto") else cap, 1),
             ("max_staleness", max_staleness, 0),
             ("max_pending_age", max_pending_age, 0),
+            ("token_budget", 1 if token_budget is None else token_budget, 1),
         ]:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number, {least} or more.")
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be a whole number, {least} or more"
+                    + {"cap": ', "auto", or null.', "token_budget": ", or null."}.get(name, ".")
+                )
         self.preset = PRESETS[preset] if isinstance(preset, str) else preset
         self.batch_rows = batch_rows
         self.pool_multiplier = pool_multiplier
@@ -139,6 +161,7 @@ class BatchComposer:
         self.max_staleness = max_staleness
         self.max_pending_age = max_pending_age
         self.seed = seed
+        self.token_budget = token_budget
         self.on_drop: Callable[[Any, str], None] | None = None
         self.fill = False
         self.counters: Counter[str] = Counter()
@@ -150,6 +173,8 @@ class BatchComposer:
             Counter()
         )  # usable turns by version, so that available() is cheap
         self._pending_versions: Counter[int] = Counter()
+        self._pressure = QueuePressure(batch_rows)
+        self._reference = CostReference()
 
     @property
     def unread(self) -> int:
@@ -159,8 +184,12 @@ class BatchComposer:
     def feed(self, arrivals: Iterable[ComposableTurn]) -> None:
         """Append new turns, in arrival order, to the unread ones without composing a batch."""
         arrivals = list(arrivals)
+        if self.preset.coverage == "cost":
+            check_costed(arrivals)
+        usable = [turn.policy_version for turn in arrivals if self._usable(turn)]
         self._unread.extend(arrivals)
-        self._unread_versions.update(t.policy_version for t in arrivals if self._usable(t))
+        self._unread_versions.update(usable)
+        self._pressure.fed(len(usable))
 
     def available(self, update: int) -> int:
         """How many turns, pending and unread, could be rows at this update: valid (if gated) and not stale.
@@ -186,13 +215,16 @@ class BatchComposer:
             arrivals: New turns in arrival order; they join the unread ones.
 
         Returns:
-            At most `batch_rows` rows: fewer only if the pool has no more.
+            At most `batch_rows` rows, fewer only if the pool has no more; or, with a budget of tokens, as many rows
+            as it buys.
         """
         self.feed(arrivals)
         batch = Batch()
         pool = self._refill(update, batch)
         batch.pool = len(pool)
-        chosen = self._choose(update, pool)
+        batch.facts["cap_used"] = cap = self._first_cap(update, pool)
+        chosen = self._choose(update, pool, cap, batch.facts)
+        self._pressure.trained(len(chosen))
         batch.selected = [pool[i][1] for i in chosen]
         self._keep(update, pool, set(chosen), batch)
         self.counters["selected"] += len(chosen)
@@ -206,6 +238,10 @@ class BatchComposer:
             "pending": list(self._pending),
             "unread": list(self._unread),
             "counters": dict(self.counters),
+            "adaptive": {
+                "pressure": self._pressure.state(),
+                "reference": [self._reference.tokens, self._reference.rows],
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -225,6 +261,11 @@ class BatchComposer:
         self.counters = Counter(state["counters"])
         self._unread_versions = Counter(t.policy_version for t in self._unread if self._usable(t))
         self._pending_versions = Counter(turn.policy_version for _, turn in self._pending)
+        self._pressure, self._reference = QueuePressure(self.batch_rows), CostReference()
+        adaptive = state.get("adaptive")  # older checkpoints have none
+        if adaptive is not None:
+            self._pressure.load(adaptive["pressure"])
+            self._reference.tokens, self._reference.rows = adaptive["reference"]
 
     def _usable(self, turn: ComposableTurn) -> bool:
         return turn.valid or not self.preset.gate
@@ -270,12 +311,41 @@ class BatchComposer:
         self._unread_versions = +self._unread_versions
         return pool
 
-    def _choose(self, update: int, pool: list[tuple[int, Any]]) -> list[int]:
+    def _first_cap(self, update: int, pool: list[tuple[int, Any]]) -> int | None:
+        """The first sweep's k."""
+        pressure = self._pressure.measure()
+        if self.cap != "auto":
+            return self.cap
+        newest: dict[int, int] = {}
+        for _, turn in pool:
+            newest[turn.rollout_id] = max(newest.get(turn.rollout_id, 0), turn.policy_version)
+        next_oldest = self._oldest_version(update + 1)
+        last_chance = sum(version < next_oldest for version in newest.values())
+        return covering_cap(self.batch_rows, len(newest), last_chance, pressure)
+
+    def _choose(
+        self, update: int, pool: list[tuple[int, Any]], cap: int | None, facts: dict[str, Any]
+    ) -> list[int]:
         """Steps 4-7: positions in the pool of the rows, in the order of choice."""
         if self.preset.coverage == "arrival":
             return list(range(min(self.batch_rows, len(pool))))
         if self.preset.coverage == "ranked":
             return self._ranked(update, pool, range(len(pool)))[: self.batch_rows]
+        groups = self._groups(pool)
+        if self.preset.coverage == "rollout":
+            return self._sweep(update, pool, groups, cap)
+        budget = self.token_budget
+        if budget is None:
+            rows = self._sweep(update, pool, groups, cap)
+            self._reference.add(merged_tokens(pool[i][1] for i in rows), len(rows))
+            budget = self._reference.budget(self.batch_rows)
+        chosen, spent = buy([[(i, pool[i][1]) for i in group] for group in groups], budget)
+        facts |= {"token_budget": budget, "budget_spent": spent}
+        return chosen
+
+    @staticmethod
+    def _groups(pool: list[tuple[int, Any]]) -> list[list[int]]:
+        """Step 4: positions by rollout, the rollout first seen longest ago first."""
         members: dict[int, list[int]] = {}
         first_seen: dict[int, int] = {}
         for position, (seen, turn) in enumerate(pool):
@@ -286,13 +356,19 @@ class BatchComposer:
             else:
                 members[rollout_id] = [position]
                 first_seen[rollout_id] = seen
+        return [members[r] for r in sorted(members, key=lambda r: (first_seen[r], r))]
+
+    def _sweep(
+        self, update: int, pool: list[tuple[int, Any]], groups: list[list[int]], cap: int | None
+    ) -> list[int]:
+        """Steps 5-7."""
         chosen: list[int] = []
         rest: list[list[int]] = []
-        for rollout_id in sorted(members, key=lambda r: (first_seen[r], r)):
+        for members in groups:
             if len(chosen) == self.batch_rows:
                 return chosen
-            ranked = self._ranked(update, pool, members[rollout_id])
-            take = len(ranked) if self.cap is None else self.cap
+            ranked = self._ranked(update, pool, members)
+            take = len(ranked) if cap is None else cap
             chosen += ranked[: min(take, self.batch_rows - len(chosen))]
             rest.append(ranked[take:])
         # Relaxation: the cap rises by one a sweep, so every rollout with turns left gives one more.

@@ -204,7 +204,7 @@ def pool_before(composer, q, arrivals):
 
 
 @settings(max_examples=60, deadline=None)
-@given(stream=streams(), config=configs, preset=st.sampled_from(sorted(PRESETS)))
+@given(stream=streams(), config=configs, preset=st.sampled_from(PAPER_PRESETS))
 def test_with_fill_a_batch_is_full_whenever_enough_turns_are_usable(stream, config, preset):
     composer = BatchComposer(preset, **config)
     composer.fill = True
