@@ -11,13 +11,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .composer import BatchComposer
+from divopd_gym.errors import ConfigError
+
+from .composer import PRESETS, Batch, BatchComposer
 from .framelog import RecordError
 from .metrics import effective_rollouts, gini, top1_share
 from .records import Run
-from .turns import Actor, Rollout
+from .turns import Rollout
 
-__all__ = ["ReplayResult", "ReplayTurn", "Stream", "compare", "load_stream", "replay", "results_table"]
+__all__ = [
+    "ReplayResult",
+    "ReplayTurn",
+    "Stream",
+    "Variant",
+    "compare",
+    "composition",
+    "light_turns",
+    "load_stream",
+    "replay",
+    "results_table",
+]
 
 DEFAULT_SETTINGS: dict[str, Any] = {
     "preset": "divopd",
@@ -29,6 +42,44 @@ DEFAULT_SETTINGS: dict[str, Any] = {
     "seed": 0,
 }
 """The paper's; used where neither the records nor the run's config say otherwise."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A composer preset with what it changes of the run's settings.
+
+    Attributes:
+        label: How tables call it.
+        settings: Arguments of `BatchComposer`; ``preset`` is always there.
+    """
+
+    label: str
+    settings: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Read ``PRESET``, ``PRESET:CAP`` or ``auto``.
+
+        CAP is a number, ``none`` or ``auto``; after ``divopd-cost`` a number is its budget of tokens. ``auto`` alone is
+        ``divopd:auto``.
+
+        Raises:
+            ConfigError: It is none of these.
+        """
+        preset, _, value = ("divopd:auto" if text == "auto" else text).partition(":")
+        if preset not in PRESETS or (
+            value and not (value.isdecimal() and int(value) or value in ("none", "auto"))
+        ):
+            raise ConfigError(
+                f"Unknown preset {text!r}; choose from auto, {', '.join(PRESETS)}, each with ':N', ':none' or ':auto' "
+                "behind it for another cap (after divopd-cost: another budget of tokens)."
+            )
+        settings: dict[str, Any] = {"preset": preset}
+        if value.isdecimal():
+            settings["token_budget" if preset == "divopd-cost" else "cap"] = int(value)
+        elif value:
+            settings["cap"] = None if value == "none" else value
+        return cls(text, settings)
 
 
 @dataclass(frozen=True)
@@ -115,7 +166,7 @@ def load_stream(run: Run) -> Stream:
     turns: dict[tuple[int, int], ReplayTurn] = {}
     by_version: dict[int, list[ReplayTurn]] = defaultdict(list)
     for rollout in run.rollouts():
-        light = list(_light(rollout))
+        light = list(light_turns(rollout))
         turns |= {(turn.rollout_id, turn.index): turn for turn in light}
         if light:
             by_version[light[-1].policy_version + 1].extend(light)
@@ -143,10 +194,11 @@ def load_stream(run: Run) -> Stream:
     return stream
 
 
-def _light(rollout: Rollout) -> Iterable[ReplayTurn]:
+def light_turns(rollout: Rollout) -> Iterable[ReplayTurn]:
+    """What replaying needs of a rollout's student turns, in order."""
     places = {id(segment): place for place, segment in enumerate(rollout.segments)}
     for turn in rollout.turns:
-        if turn.actor != Actor.STUDENT.value:
+        if not turn.trainable:
             continue
         yield ReplayTurn(
             rollout_id=turn.rollout_id,
@@ -204,11 +256,12 @@ def replay(stream: Stream, preset: str, *, tail: float = 1.0, **overrides: Any) 
 
     Args:
         stream: From `load_stream`.
-        preset: A name in `divopd_trainer.composer.PRESETS`.
+        preset: As `Variant.parse` reads it.
         tail: Composition figures are means over this last part of the updates (the paper: 0.4).
         **overrides: Composer settings instead of the recorded ones.
     """
-    settings = stream.settings | overrides | {"preset": preset}
+    variant = Variant.parse(preset)
+    settings = stream.settings | overrides | variant.settings
     composer = BatchComposer(**settings)
     composer.fill = True  # as the learner's collator has it
     selected_turns: Counter[int] = Counter()
@@ -221,7 +274,7 @@ def replay(stream: Stream, preset: str, *, tail: float = 1.0, **overrides: Any) 
         valid_rollouts |= {turn.rollout_id for turn in arrivals if turn.valid}
         batch = composer.compose(update, arrivals)
         selected_turns.update(turn.rollout_id for turn in batch.selected if turn.valid)
-        updates.append(_composition(update, batch, composer.unread))
+        updates.append(composition(update, batch, composer.unread))
         keys = [(turn.rollout_id, turn.index) for turn in batch.selected]
         same += update in stream.recorded and stream.recorded[update] == keys
     rows = sum(line["rows"] for line in updates)
@@ -252,11 +305,12 @@ def replay(stream: Stream, preset: str, *, tail: float = 1.0, **overrides: Any) 
         "trained_tokens": trained,
         "scored_per_trained": scored / trained if trained else None,
     }
-    comparable = bool(stream.recorded) and not overrides and preset == stream.settings["preset"]
+    comparable = bool(stream.recorded) and not overrides and settings == stream.settings
     return ReplayResult(preset, summary, updates, (same, len(updates)) if comparable else None)
 
 
-def _composition(update: int, batch: Any, unread: int) -> dict[str, float | int]:
+def composition(update: int, batch: Batch, unread: int) -> dict[str, float | int]:
+    """Who is in a batch and what it costs: one line of `ReplayResult.updates`."""
     trained: Counter[int] = Counter()
     forwarded: Counter[int] = Counter()
     longest: dict[tuple[int, int], int] = {}
