@@ -52,6 +52,8 @@ class GenerateRequest:
             until its next turn. None: nothing is kept for it.
         greedy: Take the most likely token; its log-prob is still reported at `temperature`.
         stop_ids: Ids that end a response, kept as its last token. Empty: the engine's own.
+        extra_samples: Tokens to draw at every position beside the realised one, from the same distribution; they
+            are no part of the response and do not change it.
     """
 
     prompt_ids: np.ndarray
@@ -61,6 +63,7 @@ class GenerateRequest:
     cache_key: Hashable | None = None
     greedy: bool = False
     stop_ids: Sequence[int] = ()
+    extra_samples: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_ids = np.asarray(self.prompt_ids, np.int32)
@@ -76,6 +79,10 @@ class GenerateRequest:
             )
         if self.max_tokens < 1:
             raise EngineError(f"GenerateRequest.max_tokens is {self.max_tokens}; expected at least 1.")
+        if self.extra_samples < 0:
+            raise EngineError(
+                f"GenerateRequest.extra_samples is {self.extra_samples}; expected 0 or more. 0 draws the response alone."
+            )
 
 
 @dataclass
@@ -90,6 +97,8 @@ class Generation:
         policy_version: The one version of the weights that wrote the whole response.
         cached_tokens: Prompt tokens whose keys and values were reused.
         seconds: From the request's arrival to its last token.
+        extra_ids: int32 [n, extra_samples], drawn independently of the response and of each other; None when the
+            request asked for none.
     """
 
     token_ids: np.ndarray
@@ -98,21 +107,25 @@ class Generation:
     policy_version: int
     cached_tokens: int = 0
     seconds: float = 0.0
+    extra_ids: np.ndarray | None = None
 
 
 @dataclass
 class TokenScores:
-    """Log-probs of one span, with the most likely alternatives.
+    """Log-probs of one span, with the most likely alternatives and those of given ones.
 
     Attributes:
         logprobs: float32 [n], nats; NaN where the token could not be scored.
         topk_ids: int32 [n, K], most likely first; -1 where the position could not be scored.
         topk_logprobs: float32 [n, K]; NaN where the position could not be scored.
+        candidate_logprobs: float32 [n, C], of the ids that were asked about; NaN where the position or the id could
+            not be scored.
     """
 
     logprobs: np.ndarray
     topk_ids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     topk_logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    candidate_logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
 
 class StudentEngine(Protocol):
@@ -134,13 +147,27 @@ class TeacherEngine(Protocol):
     """Scores given tokens, and acts when a rollout is stuck."""
 
     async def score(
-        self, token_ids: np.ndarray, spans: Sequence[tuple[int, int]], topk: int = 0
+        self,
+        token_ids: np.ndarray,
+        spans: Sequence[tuple[int, int]],
+        topk: int = 0,
+        *,
+        candidates: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray] | list[TokenScores]:
         """Log-probs of the tokens in each span ``(start, end)``.
 
+        Args:
+            token_ids: int [T], the whole segment.
+            spans: ``(start, end)`` pairs.
+            topk: Also give this many most likely tokens at each position.
+            candidates: For each span int32 [end - start, C]: also score these ids in the place of the token at each
+                position; -1 where there is none. None: no more than the tokens themselves. Only given by callers
+                that want them, so an engine without them needs no such argument.
+
         Returns:
             One float32 [end - start] array a span: entry i scores ``token_ids[start + i]`` given all tokens
-            before it; NaN where it cannot be scored. With ``topk`` above 0, one `TokenScores` a span instead.
+            before it; NaN where it cannot be scored. With ``topk`` above 0 or candidates, one `TokenScores` a span
+            instead.
         """
 
     async def generate(self, request: GenerateRequest) -> Generation:

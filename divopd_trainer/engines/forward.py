@@ -223,14 +223,21 @@ class ForwardThread:
         greedy = None
         if any(job.request.greedy for job in jobs):
             greedy = torch.tensor([job.request.greedy for job in jobs], device=device)
+        # Column 0 is the response's own draw; the rest, if any, are drawn beside it and go nowhere else.
+        uniforms = np.zeros((len(jobs), 1 + max(job.request.extra_samples for job in jobs)))
+        for row, job in zip(uniforms, jobs):
+            at = len(job.out)
+            row[0] = job.uniforms[at]
+            if job.extra_uniforms is not None:
+                row[1 : 1 + job.request.extra_samples] = job.extra_uniforms[at]
         ids, logprobs = sample(
             logits,
             torch.tensor([job.request.temperature for job in jobs], dtype=torch.float32, device=device),
-            torch.tensor([job.uniforms[len(job.out)] for job in jobs], dtype=torch.float64, device=device),
+            torch.from_numpy(uniforms).to(device),
             greedy,
         )
         self.counters["generated_tokens"] += len(jobs)
-        for job, token, logprob in zip(jobs, ids.tolist(), logprobs.tolist()):
+        for job, (token, *extra), logprob in zip(jobs, ids.tolist(), logprobs[:, 0].tolist()):
             if not math.isfinite(logprob):
                 error = EngineError(
                     f"The model gave a log-prob of {logprob} for a sampled token at policy version {job.version}: "
@@ -241,6 +248,8 @@ class ForwardThread:
                 continue
             job.out.append(token)
             job.logprobs.append(logprob)
+            if job.extra_uniforms is not None:
+                job.extra.append(extra[: job.request.extra_samples])
             if token in job.stops or len(job.out) == job.room:
                 reason = "end_of_turn" if token in job.stops else "length"
                 self._leave(job, self._generation(job, reason))
@@ -253,6 +262,7 @@ class ForwardThread:
             job.version,
             job.cached,
             time.monotonic() - job.arrived,
+            None if job.extra_uniforms is None else np.array(job.extra, np.int32),
         )
 
     def _leave(self, job: GenerateJob, result: Any = None) -> None:
@@ -299,14 +309,19 @@ class ForwardThread:
         targets = torch.from_numpy(np.concatenate([job.targets for job in batch])).to(device)
         temperatures = torch.tensor([job.temperature for job in batch for _ in job.targets], device=device)
         topk = min(max(job.topk for job in batch), self.backend.vocab_size)
+        candidates = _side_by_side(batch, device)
         chunk = max(1, _SCORE_CHUNK // self.backend.vocab_size)
-        scores, ids, values = [], [], []
+        scores, ids, values, given = [], [], [], []
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
             logits = self.backend.head(hidden[part]).float() / temperatures[part, None]
             total = torch.logsumexp(logits, -1, keepdim=True)
             chosen = logits.gather(1, targets[part, None].clamp(min=0)) - total
             scores.append(chosen[:, 0].masked_fill(targets[part] < 0, torch.nan))
+            if candidates is not None:
+                wanted = candidates[part]
+                found = logits.gather(1, wanted.clamp(min=0)) - total
+                given.append(found.masked_fill(wanted < 0, torch.nan))
             if topk:
                 best = logits.topk(topk, dim=-1)
                 ids.append(best.indices.int())
@@ -314,6 +329,7 @@ class ForwardThread:
         flat = torch.cat(scores).cpu().numpy()
         flat_ids = torch.cat(ids).cpu().numpy() if topk else None
         flat_values = torch.cat(values).cpu().numpy() if topk else None
+        flat_given = torch.cat(given).cpu().numpy() if given else None
         at = 0
         for job in batch:
             end, k = at + len(job.targets), min(job.topk, topk)
@@ -321,6 +337,8 @@ class ForwardThread:
             if k:
                 result.topk_ids = flat_ids[at:end, :k].copy()
                 result.topk_logprobs = flat_values[at:end, :k].copy()
+            if job.candidates is not None:
+                result.candidate_logprobs = flat_given[at:end, : job.candidates.shape[1]].copy()
             self._finished.append((job, result))
             at = end
 
@@ -341,6 +359,20 @@ class ForwardThread:
         if self._finished:
             finished, self._finished = self._finished, []
             deliver(finished)
+
+
+def _side_by_side(batch: list[ScoreJob], device: torch.device) -> torch.Tensor | None:
+    """The jobs' candidates as one int64 [P, C], -1 where a job has fewer or none; None if no job has any."""
+    width = max((job.candidates.shape[1] for job in batch if job.candidates is not None), default=0)
+    if not width:
+        return None
+    wide = np.full((sum(len(job.targets) for job in batch), width), -1, np.int64)
+    at = 0
+    for job in batch:
+        if job.candidates is not None:
+            wide[at : at + len(job.targets), : job.candidates.shape[1]] = job.candidates
+        at += len(job.targets)
+    return torch.from_numpy(wide).to(device)
 
 
 def _forward_failed(error: Exception) -> EngineError:

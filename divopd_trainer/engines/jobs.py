@@ -35,6 +35,7 @@ class GenerateJob(Job):
         room: Token limit after the context limit was applied.
         stops: Ids that end the response.
         uniforms: The request's stream, one number a token.
+        extra_uniforms: float64 [room, extra_samples], for the draws beside each token; None: there are none.
         slot: Where its keys and values are; -1 before admission.
         fed: How many of prompt + response are in the slot.
     """
@@ -49,6 +50,8 @@ class GenerateJob(Job):
     version: int = -1
     out: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    extra_uniforms: np.ndarray | None = None
+    extra: list[list[int]] = field(default_factory=list)
 
     @property
     def unfed(self) -> int:
@@ -81,6 +84,7 @@ class ScoreJob(Job):
         targets: int64 [P], the tokens to score; -1 where only the alternatives can be given.
         topk: How many alternatives.
         temperature: Scores are of ``softmax(logits / temperature)``.
+        candidates: int64 [P, C], more ids to score at each position; -1 where there is none.
     """
 
     ids: np.ndarray
@@ -88,6 +92,7 @@ class ScoreJob(Job):
     targets: np.ndarray
     topk: int
     temperature: float
+    candidates: np.ndarray | None = None
 
 
 @dataclass(eq=False)

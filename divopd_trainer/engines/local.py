@@ -20,7 +20,7 @@ from divopd_trainer.engines.backends import load_model, make_backend, max_positi
 from divopd_trainer.engines.base import EngineError, EngineTimeout, GenerateRequest, Generation, TokenScores
 from divopd_trainer.engines.forward import ForwardThread
 from divopd_trainer.engines.jobs import GenerateJob, Job, LoadJob, ScoreJob
-from divopd_trainer.engines.sampling import uniform_stream
+from divopd_trainer.engines.sampling import extra_uniforms, uniform_stream
 from divopd_trainer.engines.weights import read_policy
 
 __all__ = ["LocalEngine", "LocalStudent", "LocalTeacher"]
@@ -135,11 +135,16 @@ class LocalEngine:
         room = min(request.max_tokens, self.max_model_len - len(prompt))
         if room < 1:
             empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
-            return Generation(*empty, "context_overflow", self.policy_version)
+            extra = np.zeros((0, request.extra_samples), np.int32) if request.extra_samples else None
+            return Generation(*empty, "context_overflow", self.policy_version, extra_ids=extra)
         stops = frozenset(map(int, request.stop_ids or self.stop_ids))
         loop = asyncio.get_running_loop()
-        uniforms = uniform_stream(request.seed, room)
-        return await self._submit(GenerateJob(loop, loop.create_future(), request, room, stops, uniforms))
+        job = GenerateJob(
+            loop, loop.create_future(), request, room, stops, uniform_stream(request.seed, room)
+        )
+        if request.extra_samples:
+            job.extra_uniforms = extra_uniforms(request.seed, room, request.extra_samples)
+        return await self._submit(job)
 
     async def score(
         self,
@@ -147,6 +152,8 @@ class LocalEngine:
         spans: Sequence[tuple[int, int]],
         topk: int = 0,
         temperature: float | None = None,
+        *,
+        candidates: Sequence[np.ndarray] | None = None,
     ) -> list[np.ndarray] | list[TokenScores]:
         """Log-probs of given tokens, in one forward pass over the sequence up to the last span's end.
 
@@ -155,15 +162,17 @@ class LocalEngine:
             spans: ``(start, end)`` pairs with 0 <= start <= end <= T.
             topk: Also give this many most likely tokens at each position.
             temperature: Instead of the engine's own.
+            candidates: For each span int [end - start, C]: also score these ids in the place of the token at each
+                position, in the same forward pass; -1 where there is none. One C for all spans of a call.
 
         Returns:
-            One float32 [end - start] array a span (with ``topk``: one `TokenScores`): entry i scores
+            One float32 [end - start] array a span (with ``topk`` or candidates: one `TokenScores`): entry i scores
             ``token_ids[start + i]`` given all tokens before it. NaN: the very first token of a sequence, tokens
             beyond `max_model_len`, and ids outside the vocabulary.
 
         Raises:
             EngineTimeout: No answer within `request_timeout_s`.
-            EngineError: A span lies outside the sequence, or the forward pass failed.
+            EngineError: A span lies outside the sequence, candidates do not fit the spans, or the forward pass failed.
         """
         ids = np.asarray(token_ids, np.int32)
         spans = [(int(start), int(end)) for start, end in spans]
@@ -173,12 +182,14 @@ class LocalEngine:
                     f"A span ({start}, {end}) was given with {len(ids)} tokens; expected 0 <= start <= end <= T."
                 )
         places = np.concatenate([np.arange(a, b) for a, b in spans] or [np.zeros(0, np.int64)])
+        wanted = None if candidates is None else _fitting(candidates, spans)
         # Token t is read off position t - 1; the token at the limit can still be scored, none behind it.
         scorable = (places > 0) & (places < self.max_model_len + 1)
         scores = TokenScores(
             np.full(len(places), np.nan, np.float32),
             np.full((len(places), topk), -1, np.int32),
             np.full((len(places), topk), np.nan, np.float32),
+            np.full((len(places), 0 if wanted is None else wanted.shape[1]), np.nan, np.float32),
         )
         if scorable.any():
             used = places[scorable]
@@ -188,17 +199,23 @@ class LocalEngine:
             loop = asyncio.get_running_loop()
             heat = self.temperature if temperature is None else temperature
             job = ScoreJob(loop, loop.create_future(), context, used - 1, targets, topk, heat)
+            if wanted is not None:
+                asked = wanted[scorable]
+                job.candidates = np.where((asked >= 0) & (asked < self.vocab_size), asked, -1)
             found: TokenScores = await self._submit(job)
             scores.logprobs[scorable] = found.logprobs
             if topk:
                 width = found.topk_ids.shape[1]
                 scores.topk_ids[scorable, :width] = found.topk_ids
                 scores.topk_logprobs[scorable, :width] = found.topk_logprobs
+            if wanted is not None and wanted.shape[1]:
+                scores.candidate_logprobs[scorable] = found.candidate_logprobs
         cuts = np.cumsum([end - start for start, end in spans])[:-1]
-        parts = [np.split(a, cuts) for a in (scores.logprobs, scores.topk_ids, scores.topk_logprobs)]
         if not spans:
             return []
-        return [TokenScores(*p) for p in zip(*parts)] if topk else parts[0]
+        if not topk and wanted is None:
+            return np.split(scores.logprobs, cuts)
+        return [TokenScores(*p) for p in zip(*(np.split(a, cuts) for a in vars(scores).values()))]
 
     def forget(self, cache_key: Hashable) -> None:
         """The conversation is over; its keys and values are the first to make room."""
@@ -258,6 +275,19 @@ class LocalTeacher(LocalEngine):
     """The frozen teacher: see `LocalEngine`; `score` works at its `temperature`."""
 
     name = "teacher"
+
+
+def _fitting(candidates: Sequence[np.ndarray], spans: list[tuple[int, int]]) -> np.ndarray:
+    """Candidates of all spans, int64 [P, C]."""
+    arrays = [np.asarray(c, np.int64) for c in candidates]
+    shapes = [a.shape for a in arrays]
+    width = shapes[0][-1] if shapes and shapes[0] else 0
+    if shapes != [(end - start, width) for start, end in spans]:
+        raise EngineError(
+            f"Candidates of shapes {shapes} were given with the spans {spans}; expected one array "
+            "[tokens of the span, C] a span, with the same C. Fill up with -1 where there is no candidate."
+        )
+    return np.concatenate(arrays) if arrays else np.zeros((0, 0), np.int64)
 
 
 def _eos_ids(model: Any) -> list[int]:

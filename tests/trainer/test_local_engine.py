@@ -309,6 +309,80 @@ def test_ids_that_the_teacher_does_not_have_are_nan_alone():
     assert np.isnan(scores).tolist() == [False, False, True, False, False, False]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_extra_draws_change_no_response_and_follow_the_students_distribution(name):
+    build, backend = MODELS[name]
+    model, ids = build(), prompt(1, 10)
+
+    async def ask(engine):
+        plain = engine.generate(GenerateRequest(ids, 5, 0.7, seed=5, stop_ids=(VOCAB,)))
+        more = engine.generate(GenerateRequest(ids, 5, 0.7, seed=5, stop_ids=(VOCAB,), extra_samples=400))
+        fewer = engine.generate(GenerateRequest(ids, 3, 0.7, seed=6, stop_ids=(VOCAB,), extra_samples=2))
+        return await asyncio.gather(plain, more, fewer)
+
+    with student(model, backend=backend) as engine:
+        plain, more, fewer = asyncio.run(ask(engine))
+    assert np.array_equal(plain.token_ids, more.token_ids)
+    assert np.allclose(plain.logprobs, more.logprobs, atol=1e-5)
+    assert plain.extra_ids is None
+    assert more.extra_ids.shape == (5, 400) and more.extra_ids.dtype == np.int32
+    assert fewer.extra_ids.shape == (3, 2)
+    whole = np.concatenate([ids, more.token_ids]).astype(np.int64)
+    with torch.no_grad():
+        p = (model(input_ids=torch.from_numpy(whole)[None]).logits[0, 9:14] / 0.7).softmax(-1).numpy()
+    for drawn, expected in zip(more.extra_ids, p):
+        assert np.abs(np.bincount(drawn, minlength=VOCAB) / 400 - expected).max() < 0.1
+
+
+def test_a_response_that_does_not_fit_has_no_extra_draws():
+    with student(max_model_len=20) as engine:
+        none = asyncio.run(engine.generate(GenerateRequest(prompt(1, 20), 8, extra_samples=3)))
+    assert none.extra_ids.shape == (0, 3)
+    with pytest.raises(EngineError, match="extra_samples is -1"):
+        GenerateRequest(prompt(1, 5), 8, extra_samples=-1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_candidates_are_scored_in_the_place_of_their_token(name):
+    build, backend = MODELS[name]
+    model, spans = build(), [(0, 3), (20, 24), (7, 7)]
+    sequences = [prompt(n, 26) for n in range(3)]
+    rng = np.random.default_rng(0)
+    asked = [rng.integers(0, VOCAB, (end - start, 3)).astype(np.int32) for start, end in spans]
+    asked[1][0, 1], asked[1][2, 0] = -1, VOCAB + 2
+
+    async def go(teacher):
+        with_candidates = (teacher.score(s, spans, candidates=asked) for s in sequences[:2])
+        narrower = teacher.score(sequences[2], spans, topk=2, candidates=[a[:, :1] for a in asked])
+        return await asyncio.gather(*with_candidates, narrower, teacher.score(sequences[0], spans))
+
+    with LocalTeacher(model, backend=backend, temperature=0.7, max_batch_tokens=200) as teacher:
+        *found, plain = asyncio.run(go(teacher))
+    for ids, scores in zip(sequences, found):
+        for (start, end), given, score in zip(spans, asked, scores):
+            width = score.candidate_logprobs.shape[1]
+            assert score.candidate_logprobs.shape == (end - start, width) and width in (1, 3)
+            for i, place in enumerate(range(start, end)):
+                for c in range(width):
+                    got = score.candidate_logprobs[i, c]
+                    if place == 0 or not 0 <= given[i, c] < VOCAB:
+                        assert np.isnan(got)
+                        continue
+                    swapped = np.concatenate([ids[:place], [given[i, c]]])
+                    assert abs(got - logprobs(model, swapped, 0.7)[-1]) < 1e-4
+    for one, other in zip(plain, found[0]):
+        assert np.allclose(one, other.logprobs, atol=1e-5, equal_nan=True)
+    assert found[2][1].topk_ids.shape == (4, 2) and found[0][1].topk_ids.shape == (4, 0)
+
+
+def test_candidates_that_do_not_fit_the_spans_are_refused():
+    with LocalTeacher(qwen3()) as teacher:
+        for candidates in ([np.zeros((3, 2))], [np.zeros((2, 2)), np.zeros((2, 2))], [np.zeros(2)], []):
+            with pytest.raises(EngineError, match="same C"):
+                asyncio.run(teacher.score(prompt(1, 10), [(4, 6)], candidates=candidates))
+        assert asyncio.run(teacher.score(prompt(1, 10), [], candidates=[])) == []
+
+
 def test_teacher_can_act_while_it_scores():
     model = qwen3()
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from divopd_trainer.engines.sampling import sample, uniform_stream
+from divopd_trainer.engines.sampling import extra_uniforms, sample, uniform_stream
 
 
 def draw(logits, temperature, uniforms, greedy=None):
@@ -61,3 +61,28 @@ def test_a_row_is_drawn_alike_whatever_rows_stand_beside_it():
         alone = sample(logits[part], heat[part], numbers[part])
         assert int(alone[0][0]) == int(together[0][row])
         assert float(alone[1][0]) == pytest.approx(float(together[1][row]), abs=1e-6)
+
+
+def test_several_draws_of_a_row_are_independent_and_each_follows_the_softmax():
+    logits = torch.tensor([0.0, 1.0, -1.0])
+    numbers = torch.from_numpy(extra_uniforms(3, 20_000, 2))
+    ids, logprobs = sample(logits.expand(20_000, -1), torch.full((20_000,), 0.7), numbers)
+    p = torch.softmax(logits / 0.7, -1).numpy()
+    joint = np.bincount((ids[:, 0] * 3 + ids[:, 1]).numpy(), minlength=9).reshape(3, 3) / 20_000
+    assert np.abs(joint - np.outer(p, p)).max() < 0.015
+    assert torch.allclose(logprobs.exp(), torch.from_numpy(p)[ids], atol=1e-6)
+
+
+def test_the_first_of_several_draws_is_the_one_that_is_drawn_alone():
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
+    heat, own = torch.ones(5), torch.from_numpy(uniform_stream(1, 5))
+    both = torch.cat([own[:, None], torch.from_numpy(extra_uniforms(1, 5, 3))], 1)
+    for greedy in (None, torch.tensor([True, False, True, False, False])):
+        alone, several = sample(logits, heat, own, greedy), sample(logits, heat, both, greedy)
+        assert torch.equal(alone[0], several[0][:, 0]) and torch.equal(alone[1], several[1][:, 0])
+
+
+def test_numbers_for_extra_draws_are_fixed_by_the_seed_and_none_of_the_streams_own():
+    numbers = extra_uniforms(7, 20, 4)
+    assert np.array_equal(numbers[:5], extra_uniforms(7, 5, 4))
+    assert not np.isin(numbers, uniform_stream(7, 1000)).any()
