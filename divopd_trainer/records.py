@@ -90,6 +90,8 @@ _TURN_ARRAYS = {
     "teacher_topk_ids": "<i4",
     "teacher_topk_logprobs": "<f4",
 }
+# Written only where they exist, and absent in records of versions that did not know them.
+_OPTIONAL_TURN_ARRAYS = {"extra_ids": "<i4", "extra_teacher_logprobs": "<f4"}
 _TURN_PLAIN = (
     "index",
     "start",
@@ -125,9 +127,9 @@ _ROLLOUT_PLAIN = (
 def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
     """The record of a rollout, schema 1.
 
-    Fields of `Rollout` and `Turn` under their own names. ``segments`` is a list of ``{index, token_ids}``; a
-    turn's ``segment`` is a place in that list. ``token_ids`` are lists of ints, log-probs base64 of
-    little-endian float32, masks a text of 0 and 1.
+    Fields of `Rollout` and `Turn` under their own names; the extra draws only where there are any. ``segments`` is
+    a list of ``{index, token_ids}``; a turn's ``segment`` is a place in that list. ``token_ids`` are lists of ints,
+    log-probs base64 of little-endian float32, masks a text of 0 and 1.
     """
     places = {id(segment): place for place, segment in enumerate(rollout.segments)}
     record: dict[str, Any] = {"schema": SCHEMA, "kind": "rollout"}
@@ -141,6 +143,11 @@ def rollout_to_dict(rollout: Rollout) -> dict[str, Any]:
         {"rollout_id": turn.rollout_id, "segment": places[id(turn.segment)]}
         | {name: getattr(turn, name) for name in _TURN_PLAIN}
         | {name: _pack(getattr(turn, name), dtype) for name, dtype in _TURN_ARRAYS.items()}
+        | {
+            name: _pack(getattr(turn, name), dtype)
+            for name, dtype in _OPTIONAL_TURN_ARRAYS.items()
+            if getattr(turn, name) is not None
+        }
         for turn in rollout.turns
     ]
     return record
@@ -165,13 +172,15 @@ def rollout_from_dict(record: dict[str, Any]) -> Rollout:
         segments.append(Segment(item["rollout_id"], item["index"], _unpack(item["token_ids"], "<i4")))
     turns = []
     for item in record["turns"]:
-        _check_fields(item, {"rollout_id", "segment", *_TURN_PLAIN, *_TURN_ARRAYS}, f"{where}, a turn")
+        known = {"rollout_id", "segment", *_TURN_PLAIN, *_TURN_ARRAYS}
+        optional = {name: dtype for name, dtype in _OPTIONAL_TURN_ARRAYS.items() if name in item}
+        _check_fields(item, known | set(optional), f"{where}, a turn")
         turns.append(
             Turn(
                 rollout_id=item["rollout_id"],
                 segment=segments[item["segment"]],
                 **{name: item[name] for name in _TURN_PLAIN},
-                **{name: _unpack(item[name], dtype) for name, dtype in _TURN_ARRAYS.items()},
+                **{name: _unpack(item[name], dtype) for name, dtype in (_TURN_ARRAYS | optional).items()},
             )
         )
     versions = record["policy_versions"]

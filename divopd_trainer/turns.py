@@ -118,14 +118,18 @@ class Turn:
         actor: An `Actor` value.
         valid: Whether it may enter a batch (the validity gate's verdict).
         why_not: A `WhyNot` value when not valid.
-        score: Sum over valid tokens of student minus teacher log-prob at generation: signed, in nats.
+        score: Sum over valid tokens of student minus teacher log-prob at generation: signed, in nats; 0 for a reply
+            of the teacher that is imitated.
         prompt_truncated: Whether the prompt lost tokens to a limit.
         teacher_topk_ids: int32 [n, K] or None.
         teacher_topk_logprobs: float32 [n, K] or None.
+        extra_ids: int32 [n, M] or None: tokens that the student drew beside each realised one (AsyncOPD's
+            multi-sample estimate); -1 where there is none.
+        extra_teacher_logprobs: float32 [n, M], the teacher's log-probs of `extra_ids`, NaN where it has none; or None.
         action: What was sent to the environment.
         action_valid: Whether the reply parsed and the environment took it.
         observation: What the environment had said before this turn.
-        info: Anything else for records and reports; JSON values only.
+        info: Anything else for records and reports; JSON values only. ``imitate``: a teacher's reply that trains.
     """
 
     rollout_id: int
@@ -145,6 +149,8 @@ class Turn:
     prompt_truncated: bool = False
     teacher_topk_ids: np.ndarray | None = None
     teacher_topk_logprobs: np.ndarray | None = None
+    extra_ids: np.ndarray | None = None
+    extra_teacher_logprobs: np.ndarray | None = None
     action: str = ""
     action_valid: bool = True
     observation: str = ""
@@ -170,6 +176,16 @@ class Turn:
         """int32 [n]."""
         return self.segment.token_ids[self.start : self.end]
 
+    @property
+    def imitated(self) -> bool:
+        """Whether this is a reply of the teacher that the student is trained to give (cross-entropy)."""
+        return self.actor == Actor.TEACHER.value and bool(self.info.get("imitate"))
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it is a candidate for a batch at all; `valid` says whether it can be trained."""
+        return self.actor == Actor.STUDENT.value or self.imitated
+
     def valid_mask(self) -> np.ndarray:
         """Bool [n]: tokens that carry loss; all False when the turn as a whole may not be trained.
 
@@ -178,6 +194,8 @@ class Turn:
         n = self.n_tokens
         if _why_not_as_a_whole(self) is not None:
             return np.zeros(n, np.bool_)
+        if self.imitated:
+            return np.ones(n, np.bool_) if self.teacher_mask is None else self.teacher_mask
         mask = np.isfinite(self.teacher_logprobs) & np.isfinite(self.student_logprobs)
         return mask if self.teacher_mask is None else mask & self.teacher_mask
 
@@ -245,6 +263,8 @@ def make_turn(
     prompt_truncated: bool = False,
     teacher_topk_ids: Any = None,
     teacher_topk_logprobs: Any = None,
+    extra_ids: Any = None,
+    extra_teacher_logprobs: Any = None,
     action: str = "",
     action_valid: bool = True,
     observation: str = "",
@@ -271,14 +291,16 @@ def make_turn(
         prompt_truncated: See `Turn`.
         teacher_topk_ids: [n, K] or None.
         teacher_topk_logprobs: [n, K] or None.
+        extra_ids: [n, M] or None.
+        extra_teacher_logprobs: [n, M] or None.
         action: See `Turn`.
         action_valid: See `Turn`.
         observation: See `Turn`.
         info: See `Turn`.
 
     Raises:
-        TurnError: The span lies outside the segment, the student's log-probs are not one a token, or the stop
-            reason or the actor is unknown.
+        TurnError: The span lies outside the segment, the student's log-probs or extra draws are not one entry a
+            token, or the stop reason or the actor is unknown.
     """
     if not 0 <= start <= end <= len(segment):
         raise TurnError(
@@ -290,6 +312,12 @@ def make_turn(
         raise TurnError(
             f"Turn {rollout_id}/{index} has {end - start} response tokens but student log-probs of shape "
             f"{student.shape}; pass exactly one log-prob a response token."
+        )
+    extra = None if extra_ids is None else np.asarray(extra_ids, np.int32)
+    if extra is not None and (extra.ndim != 2 or len(extra) != len(student)):
+        raise TurnError(
+            f"Turn {rollout_id}/{index} has {end - start} response tokens but extra draws of shape {extra.shape}; "
+            "pass an array [n, M], the same number of draws at every response token."
         )
     try:
         stop_reason, actor = StopReason(stop_reason).value, Actor(actor).value
@@ -311,12 +339,15 @@ def make_turn(
         stop_reason=stop_reason,
         actor=actor,
         prompt_truncated=bool(prompt_truncated),
+        extra_ids=extra,
         action=action,
         action_valid=bool(action_valid),
         observation=observation,
         info=dict(info or {}),
     )
-    return score_turn(turn, teacher_logprobs, teacher_mask, teacher_topk_ids, teacher_topk_logprobs)
+    return score_turn(
+        turn, teacher_logprobs, teacher_mask, teacher_topk_ids, teacher_topk_logprobs, extra_teacher_logprobs
+    )
 
 
 def score_turn(
@@ -325,8 +356,12 @@ def score_turn(
     teacher_mask: Any = None,
     teacher_topk_ids: Any = None,
     teacher_topk_logprobs: Any = None,
+    extra_teacher_logprobs: Any = None,
 ) -> Turn:
-    """A copy of the turn with these teacher scores, judged again (the segment is shared, not copied)."""
+    """A copy of the turn with these teacher scores, judged again (the segment is shared, not copied).
+
+    `extra_teacher_logprobs` are of the turn's own `extra_ids`.
+    """
 
     def array(values: Any, dtype: Any) -> np.ndarray | None:
         return None if values is None else np.asarray(values, dtype)
@@ -337,12 +372,15 @@ def score_turn(
         teacher_mask=array(teacher_mask, np.bool_),
         teacher_topk_ids=array(teacher_topk_ids, np.int32),
         teacher_topk_logprobs=array(teacher_topk_logprobs, np.float32),
+        extra_teacher_logprobs=array(extra_teacher_logprobs, np.float32),
     )
     why_not = _why_not_as_a_whole(turn)
     score = 0.0
     if why_not is None:
         mask = turn.valid_mask()
-        if mask.any():
+        if mask.any() and turn.imitated:
+            pass  # nobody knows what the student would have said it with: it ranks as no disagreement
+        elif mask.any():
             gaps = turn.student_logprobs[mask].astype(np.float64) - turn.teacher_logprobs[mask]
             score = float(gaps.sum())
         else:
@@ -354,7 +392,7 @@ def score_turn(
 def _why_not_as_a_whole(turn: Turn) -> WhyNot | None:
     """The first reason, short of its single tokens, that keeps a turn out of training."""
     n = turn.n_tokens
-    if turn.actor != Actor.STUDENT.value:
+    if not turn.trainable:
         return WhyNot.NOT_STUDENT
     if turn.prompt_truncated:
         return WhyNot.PROMPT_TRUNCATED
@@ -365,6 +403,11 @@ def _why_not_as_a_whole(turn: Turn) -> WhyNot | None:
     if turn.teacher_logprobs is None:
         return WhyNot.NO_TEACHER_SCORES
     if turn.teacher_logprobs.shape != (n,):
+        return WhyNot.TEACHER_SCORES_MISALIGNED
+    if (
+        turn.extra_teacher_logprobs is not None
+        and np.shape(turn.extra_ids) != turn.extra_teacher_logprobs.shape
+    ):
         return WhyNot.TEACHER_SCORES_MISALIGNED
     if turn.teacher_mask is not None and turn.teacher_mask.shape != (n,):
         return WhyNot.TEACHER_MASK_MISALIGNED
