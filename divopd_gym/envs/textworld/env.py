@@ -18,7 +18,7 @@ _BEFORE_ROOM = re.compile(r"\A.*?(?=^\s*-= )", re.DOTALL | re.MULTILINE)
 _PROMPT = re.compile(r"\s*>\s*(?:-= .*)?\Z")
 _AFTER_END = re.compile(r"\s*Would you like to RESTART, .*\Z", re.DOTALL)
 # They leave the game, or put it where TextWorld's own books do not follow.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SPECIAL = re.compile(r"[\x00-\x1f\x7f\\]")
 _META = frozenset(
     (
         "again",
@@ -128,8 +128,9 @@ class TextWorldEnv(TextEnv):
         return goal or "Finish the game.", self._outcome(_BEFORE_ROOM.sub("", text), True)
 
     def _play(self, action: str) -> Outcome:
-        # What a Z-machine reads as one line: it knows no other letters and no longer lines, and waits for ever at a NUL.
-        letters = _CONTROL.sub(" ", action.encode("ascii", "replace").decode())
+        # What a Z-machine reads as one line: it knows no other letters and no longer lines. The interpreter waits for
+        # ever at a NUL, and takes a backslash for the start of a command to itself, of which some wait for ever.
+        letters = _SPECIAL.sub(" ", action.encode("ascii", "replace").decode())
         command = " ".join(letters.split())[:_MAX_COMMAND]
         listed = self._state["admissible_commands"] if self._gold is not None else None
         if not command or _META & set(re.findall(r"[a-z]+", command.lower())):
