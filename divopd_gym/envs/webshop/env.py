@@ -206,6 +206,8 @@ class WebShopEnv(TextEnv):
         return goal.text, self._outcome(Answer(True), now)
 
     def _play(self, action: str) -> Outcome:
+        # A half of a surrogate pair is no character: addresses and repeated actions could not be written as UTF-8.
+        action = action.encode("utf-8", "replace").decode("utf-8")
         answer = self._visit.act(action)
         now = self._observation()
         self._actions.append(action)

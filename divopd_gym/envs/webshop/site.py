@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +23,16 @@ BASE_URL = "http://127.0.0.1:3000"
 COMPAT = ("fixed", "upstream")
 MODES = ("text", "text_rich", "html", "url")
 PER_PAGE, RESULTS = 10, 50
-_ACTION = re.compile(r"(.+)\[(.+)\]")
 _SUB = {name.lower(): name for name in pages.SUB_PAGES}
 
 
 def parse_action(action: str) -> tuple[str, str | None]:
     """Name and lower-case argument of ``name[argument]``; the argument is None where the form is another."""
-    found = _ACTION.match(action)
-    return (action, None) if found is None else (found[1], found[2].lower())
+    # What the benchmark's pattern `(.+)\[(.+)\]` finds, which takes minutes for 100 kB of brackets.
+    line = action.partition("\n")[0]
+    end = line.rfind("]")
+    start = line.rfind("[", 1, max(end - 1, 0))
+    return (action, None) if start < 0 else (line[:start], line[start + 1 : end].lower())
 
 
 @dataclass
