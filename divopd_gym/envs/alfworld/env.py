@@ -12,7 +12,7 @@ from divopd_gym.core import Expert, Outcome, TextEnv, package_version
 from divopd_gym.envs.alfworld.engine import GameSource, Reply, Session, engine
 from divopd_gym.envs.alfworld.expert import SearchExpert
 from divopd_gym.envs.alfworld.games import Split, digest, find_split, read_game, task_type, wording
-from divopd_gym.envs.alfworld.houses import HouseFamily, get_family, house_from_id, task_ids
+from divopd_gym.envs.alfworld.houses import HouseFamily, get_family, house_from_id, is_seed, task_ids
 from divopd_gym.errors import ConfigError
 
 _BANNER = re.compile(r"\A-= Welcome to TextWorld, ALFRED! =-\s*")
@@ -90,7 +90,7 @@ class ALFWorldEnv(TextEnv):
             and len(parts) == 3
             and parts[0] == family.name
             and parts[1] in family.task_types
-            and parts[2].isdigit()
+            and is_seed(parts[2])
         )
 
     def _source(self, task: str) -> GameSource:

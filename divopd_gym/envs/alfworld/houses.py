@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,6 +218,11 @@ def task_ids(
     return [f"{family.name}/{types[i % len(types)]}/{base + i}" for i in range(num_tasks)]
 
 
+def is_seed(text: str) -> bool:
+    """Whether a text is the seed of a house as an id names it: at most 18 digits, no needless zeros."""
+    return re.fullmatch("0|[1-9][0-9]{0,17}", text) is not None
+
+
 def house_from_id(task_id: str, family: HouseFamily | None = None) -> House:
     """Make the house of a task id.
 
@@ -228,8 +234,11 @@ def house_from_id(task_id: str, family: HouseFamily | None = None) -> House:
         ConfigError: the id cannot be read or names something unknown.
     """
     parts = task_id.split("/")
-    if len(parts) != 3 or not parts[2].isdigit():
-        raise ConfigError(f"task id {task_id!r} of a generated house; expected <family>/<task type>/<seed>")
+    if len(parts) != 3 or not is_seed(parts[2]):
+        raise ConfigError(
+            f"task id {task_id[:200]!r} of a generated house; expected <family>/<task type>/<seed>, the seed a number "
+            "of at most 18 digits"
+        )
     if family is None or family.name != parts[0]:
         family = get_family(parts[0])
     return make_house(family, parts[1], int(parts[2]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -213,13 +214,14 @@ def parse_task(task: str) -> tuple[str, int]:
     name, _, number = task.rpartition("/")
     if name not in TASKS:
         raise ConfigError(
-            f"task {task!r}: ScienceWorld has no task {name or task!r}; an id is '<task>/<variation>', for example "
+            f"task {task[:200]!r}: ScienceWorld has no task {(name or task)[:200]!r}; an id is '<task>/<variation>', for example "
             f"'boil/0', and the tasks are {', '.join(TASKS)}"
         )
-    plain = number.isascii() and number.isdigit() and str(int(number)) == number
-    if not plain or int(number) >= TASKS[name]:
+    # At most four digits: Python refuses to read a number of thousands of them.
+    if not re.fullmatch("0|[1-9][0-9]{0,3}", number) or int(number) >= TASKS[name]:
         raise ConfigError(
-            f"task {task!r}: variation {number!r} of {name}; its {TASKS[name]} variations are 0 to {TASKS[name] - 1}"
+            f"task {task[:200]!r}: {name} has no variation {number[:20]!r}; its {TASKS[name]} variations are 0 to "
+            f"{TASKS[name] - 1}"
         )
     return name, int(number)
 
