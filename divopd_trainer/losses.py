@@ -18,8 +18,8 @@ from divopd_gym.errors import ConfigError
 from .packing import MicroBatch
 
 __all__ = [
-    "forward_kl_topk", "forward_logprobs", "jsd", "sampled_reverse_kl", "select_logprobs", "target_hidden",
-    "topk_support",
+    "advantage_loss", "forward_kl_topk", "forward_logprobs", "jsd", "multi_sample_reverse_kl", "sample_candidates",
+    "sampled_reverse_kl", "select_logprobs", "target_hidden", "topk_support",
 ]  # fmt: skip
 
 Support = Literal["tail", "renormalized"]
@@ -46,6 +46,78 @@ def sampled_reverse_kl(
     now = logp.detach()
     advantage = beta * (teacher_logp - now)
     return (weights * -advantage * torch.exp(logp - now)).sum()
+
+
+def advantage_loss(
+    logp: torch.Tensor, advantage: torch.Tensor, weights: torch.Tensor, rewards: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The surrogate of any advantage: ``-(weight * advantage + reward) * exp(logp - stopgrad(logp))``, summed.
+
+    Args:
+        logp: [N], the learner's log-probs, with gradient.
+        advantage: [N], without gradient; `divopd_trainer.advantage`.
+        weights: [N]; where it is 0 the advantage does not matter, be it NaN.
+        rewards: [N], constant advantages times their weight; None: 0.
+
+    Returns:
+        Scalar, with the gradient ``-sum((weight * advantage + reward) * grad logp)``.
+    """
+    factor = torch.where(weights != 0, weights * advantage, 0.0)
+    if rewards is not None:
+        factor = factor + rewards
+    logp, factor = _weighted_tokens(factor.detach(), logp)
+    return -(factor * torch.exp(logp - logp.detach())).sum()
+
+
+def multi_sample_reverse_kl(
+    logp: torch.Tensor, teacher_logp: torch.Tensor, weights: torch.Tensor, beta: float = 1.0
+) -> torch.Tensor:
+    """Reverse KL estimated on several draws a position (AsyncOPD, arXiv 2606.24143).
+
+    The mean of `sampled_reverse_kl`'s surrogate over the realised token and the tokens drawn beside it: the same
+    expectation, and 1/K of the variance of one draw. There is no importance weight: draws of an older student stand
+    for draws of this one, while log-probs and advantages are the learner's own.
+
+    Args:
+        logp: [N, K], the learner's log-probs of the draws, with gradient; K = 1 is `sampled_reverse_kl`.
+        teacher_logp: [N, K]; a draw without a finite value is left out and the mean is over the others.
+        weights: [N]; tokens of weight 0 add nothing.
+        beta: Scale.
+
+    Returns:
+        Scalar; its value is ``beta * sum(weights * mean(student - teacher))``.
+    """
+    logp, teacher_logp, weights = _weighted_tokens(weights, logp, teacher_logp)
+    present = torch.isfinite(teacher_logp)
+    # Before the product: 0 * inf would be NaN, in the value and in the gradient.
+    logp, teacher_logp = logp.masked_fill(~present, 0.0), teacher_logp.masked_fill(~present, 0.0)
+    now = logp.detach()
+    surrogate = -beta * (teacher_logp - now) * torch.exp(logp - now)
+    return (weights * surrogate.sum(-1) / present.sum(-1).clamp_min(1)).sum()
+
+
+def sample_candidates(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `multi_sample_reverse_kl` is about: each position's draws, the realised token first.
+
+    Args:
+        micro: With ``extra_ids``.
+
+    Returns:
+        Ids int64 [N, K] for `forward_logprobs` (0 where a draw is missing), and the teacher's log-probs float32
+        [N, K], NaN there.
+
+    Raises:
+        ConfigError: The turns came without extra draws.
+    """
+    if micro.extra_ids is None or micro.extra_teacher_logprobs is None:
+        raise ConfigError(
+            "A batch came without the extra draws that the multi-sample reverse KL is estimated on; expected extra_ids "
+            "and extra_teacher_logprobs in its turns. Ask the engine for extra_samples and have the teacher score "
+            "them, or use divergence: sampled_reverse_kl."
+        )
+    teacher = micro.extra_teacher_logprobs.masked_fill(micro.extra_ids < 0, torch.nan)
+    ids = torch.cat([micro.target_ids[:, None], micro.extra_ids.clamp_min(0)], 1)
+    return ids, torch.cat([micro.teacher_logprobs[:, None], teacher], 1)
 
 
 def forward_kl_topk(

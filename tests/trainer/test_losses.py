@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divopd_gym.errors import ConfigError
-from divopd_trainer.losses import forward_kl_topk, jsd, sampled_reverse_kl, select_logprobs, topk_support
+from divopd_trainer.losses import (
+    forward_kl_topk,
+    jsd,
+    multi_sample_reverse_kl,
+    sample_candidates,
+    sampled_reverse_kl,
+    select_logprobs,
+    topk_support,
+)
+from divopd_trainer.packing import dummy_micro_batch
 
 torch.set_num_threads(1)
 
@@ -59,6 +68,93 @@ def test_sampled_reverse_kl_is_the_reverse_kl_gradient_in_expectation():
     assert torch.allclose(estimated, autograd(exact, student)[1], atol=1e-12)
 
 
+def reverse_kl(z, teacher):
+    s = torch.log_softmax(z, -1)
+    return (s.exp() * (s - teacher)).sum()
+
+
+def drawn_together(student, teacher, n):
+    """Every way in which n independent draws of one position can fall: probability, value, gradient."""
+    for draws in itertools.product(range(len(student)), repeat=n):
+        ids = torch.tensor([draws])
+
+        def loss(z, ids=ids):
+            logp = select_logprobs(z[None], ids)
+            return multi_sample_reverse_kl(logp, teacher[ids], torch.ones(1, dtype=torch.float64), beta=1.5)
+
+        probability = torch.softmax(student, -1)[list(draws)].prod().item()
+        yield probability, *autograd(loss, student)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_multi_sample_reverse_kl_has_the_exact_value_and_gradient_in_expectation(n):
+    student, teacher = logits(4), torch.log_softmax(logits(4, seed=1), -1)
+    value, gradient = 0.0, torch.zeros(4, dtype=torch.float64)
+    for probability, one_value, one_gradient in drawn_together(student, teacher, n):
+        value += probability * one_value
+        gradient += probability * one_gradient
+    exact_value, exact = autograd(lambda z: 1.5 * reverse_kl(z, teacher), student)
+    assert value == pytest.approx(exact_value, abs=1e-12)
+    assert torch.allclose(gradient, exact, atol=1e-12)
+
+
+def test_n_samples_have_an_nth_of_the_variance_of_one():
+    student, teacher = logits(4), torch.log_softmax(logits(4, seed=1), -1)
+
+    def variance(n):
+        drawn = list(drawn_together(student, teacher, n))
+        mean = sum(p * g for p, _, g in drawn)
+        return sum(p * ((g - mean) ** 2).sum() for p, _, g in drawn).item()
+
+    assert variance(1) > 0.01
+    assert variance(3) == pytest.approx(variance(1) / 3)
+
+
+def test_one_sample_is_the_sampled_reverse_kl():
+    logp, teacher = logits(3, 1), logits(3, 1, seed=1)
+    one = autograd(lambda x: multi_sample_reverse_kl(x, teacher, WEIGHTS, 2.0), logp)
+    plain = autograd(lambda x: sampled_reverse_kl(x[:, 0], teacher[:, 0], WEIGHTS, 2.0), logp)
+    assert one[0] == pytest.approx(plain[0]) and torch.allclose(one[1], plain[1])
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_draws_that_the_teacher_could_not_score_leave_the_mean_of_the_others(bad):
+    logp, teacher = logits(3, 3), logits(3, 3, seed=1)
+    teacher[0, 1] = teacher[1, 1] = teacher[1, 2] = bad
+    value, gradient = autograd(lambda x: multi_sample_reverse_kl(x, teacher, WEIGHTS), logp)
+    gap = (logp - teacher).tolist()
+    by_hand = 0.5 * (gap[0][0] + gap[0][2]) / 2 + 0.2 * gap[1][0] + 0.3 * sum(gap[2]) / 3
+    assert value == pytest.approx(by_hand)
+    assert gradient[0, 1] == 0 and gradient[1, 1:].tolist() == [0, 0] and gradient.isfinite().all()
+    assert gradient[1, 0].item() == pytest.approx(0.2 * gap[1][0])
+
+
+def test_a_row_none_of_whose_draws_was_scored_adds_nothing():
+    logp, teacher = logits(3, 2), logits(3, 2, seed=1)
+    teacher[1] = math.nan
+    value, gradient = autograd(lambda x: multi_sample_reverse_kl(x, teacher, WEIGHTS), logp)
+    assert math.isfinite(value) and not gradient[1].any() and gradient.isfinite().all()
+
+
+def test_candidates_begin_with_the_realised_token_and_missing_draws_have_no_score():
+    micro = dummy_micro_batch()
+    micro.target_ids = torch.tensor([7, 8])
+    micro.teacher_logprobs = torch.tensor([-1.0, -2.0])
+    micro.extra_ids = torch.tensor([[3, -1], [4, 5]])
+    micro.extra_teacher_logprobs = torch.tensor([[-3.0, -9.0], [-4.0, math.nan]])
+    ids, teacher = sample_candidates(micro)
+    assert ids.tolist() == [[7, 3, 0], [8, 4, 5]]
+    expected = torch.tensor([[-1, -3, math.nan], [-2, -4, math.nan]])
+    assert torch.equal(teacher.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+def test_a_batch_without_extra_draws_is_refused_with_the_remedy():
+    micro = dummy_micro_batch()
+    micro.extra_ids = None
+    with pytest.raises(ConfigError, match="extra_samples"):
+        sample_candidates(micro)
+
+
 def test_ratio_is_one_whatever_the_temperature():
     """The surrogate's gradient does not depend on the log-probs that were cached at generation."""
     z, ids = logits(3, 6), torch.tensor([1, 5, 0])
@@ -107,6 +203,32 @@ def test_renormalized_support_compares_conditional_distributions():
     value = forward_kl_topk(select_logprobs(z, top), teacher.gather(1, top), WEIGHTS[:1], "renormalized")
     p, q = torch.log_softmax(teacher[0, [0, 2]], -1), torch.log_softmax(z[0, [0, 2]], -1)
     assert value.item() == pytest.approx(0.5 * full_kl(p.tolist(), q.tolist()))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_jsd_on_topk_with_a_tail_is_that_of_the_coarsened_distributions(beta, k):
+    z, teacher = logits(1, 6), torch.log_softmax(logits(1, 6, seed=1), -1)
+    top = teacher.topk(k).indices
+
+    def coarse(row):
+        inside = [row[i] for i in top[0]]
+        return torch.stack([*inside, torch.log(1 - torch.stack(inside).exp().sum())])
+
+    def by_hand(x):
+        s, t = coarse(torch.log_softmax(x[0], -1)), coarse(teacher[0])
+        if beta in (0, 1):
+            p, q = (t, s) if beta == 0 else (s, t)
+            return 0.5 * (p.exp() * (p - q)).sum()
+        m = torch.log(beta * t.exp() + (1 - beta) * s.exp())
+        return 0.5 * (beta * (t.exp() * (t - m)).sum() + (1 - beta) * (s.exp() * (s - m)).sum())
+
+    value, gradient = autograd(
+        lambda x: jsd(select_logprobs(x, top), teacher.gather(1, top), WEIGHTS[:1], beta, "tail"), z
+    )
+    expected, exact = autograd(by_hand, z)
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert torch.allclose(gradient, exact, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])

@@ -1,3 +1,4 @@
+import dataclasses
 import datetime
 import multiprocessing
 import socket
@@ -9,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from divopd_gym.errors import ConfigError
-from divopd_trainer.losses import forward_logprobs, sampled_reverse_kl
+from divopd_trainer.losses import (
+    forward_logprobs,
+    multi_sample_reverse_kl,
+    sample_candidates,
+    sampled_reverse_kl,
+)
 from divopd_trainer.packing import dummy_micro_batch, pack, split_ranks
 from divopd_trainer.turns import Segment, make_turn, score_turn
 from divopd_trainer.weighting import REDUCTIONS, TurnOPDWeighting, uniform_weights
@@ -276,6 +282,74 @@ def test_topk_candidates_travel_with_their_tokens():
     (micro,) = pack(with_topk)
     assert torch.equal(micro.teacher_topk_ids[:, 0], micro.target_ids)
     assert pack(turns)[0].teacher_topk_ids is None
+
+
+def drawn_beside(turn, width, rng):
+    """The turn with draws whose teacher log-probs tell the token that they belong to."""
+    ids = rng.integers(0, VOCAB, (turn.n_tokens, width))
+    scores = -ids - 100.0 * turn.response_ids[:, None]
+    return score_turn(
+        dataclasses.replace(turn, extra_ids=ids.astype(np.int32)),
+        *(turn.teacher_logprobs, turn.teacher_mask),
+        extra_teacher_logprobs=scores,
+    )
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_extra_draws_travel_with_their_tokens_and_narrower_turns_are_filled_up(layout):
+    rng = np.random.default_rng(4)
+    turns = rollout(0, [2, 3, 4], rng, holes=0.5) + rollout(1, [3], rng)
+    rows = [drawn_beside(turns[0], 3, rng), drawn_beside(turns[2], 1, rng), turns[3], turns[1]]
+    micro_batches = pack(rows, layout=layout, max_tokens=8)
+    assert len(micro_batches) > 1
+    for micro in micro_batches:
+        assert micro.extra_ids.shape == micro.extra_teacher_logprobs.shape == (micro.n_targets, 3)
+        width = torch.tensor([3, 1, 0, 0])[micro.row]
+        there = torch.arange(3) < width[:, None]
+        assert torch.equal(micro.extra_ids >= 0, there)
+        assert torch.equal(micro.extra_teacher_logprobs.isfinite(), there)
+        expected = (-micro.extra_ids - 100 * micro.target_ids[:, None]).float()
+        assert torch.equal(micro.extra_teacher_logprobs[there], expected[there])
+    assert all(micro.extra_ids is None for micro in pack(turns))
+
+
+def test_a_packed_batch_of_all_tokens_drawn_once_has_the_exact_reverse_kl_gradient():
+    """Drawing every token, each as often as the student would, leaves nothing to chance: through model and packing."""
+    model, rng = tiny_model(), np.random.default_rng(5)
+    (turn,) = rollout(0, [3], rng)
+    with torch.no_grad():
+        ids = torch.from_numpy(turn.segment.token_ids.astype(np.int64))
+        student = model(input_ids=ids[None]).logits[0].log_softmax(-1)[turn.start - 1 : turn.end - 1]
+    teacher = torch.from_numpy(-rng.random((3, VOCAB)) * 5).log_softmax(-1)
+    # Shares in 4000ths of the student's probabilities, the realised token's one draw included.
+    counts = (student.exp() * 4000).round().long()
+    width = int(counts.sum(1).max()) - 1
+    drawn = np.full((3, width), -1)
+    for place, (row, token) in enumerate(zip(counts, turn.response_ids)):
+        row[int(token)] -= 1
+        drawn[place, : int(row.sum())] = np.repeat(np.arange(VOCAB), row.numpy())
+    places = np.arange(3)[:, None]
+    turn = dataclasses.replace(turn, extra_ids=drawn.astype(np.int32))
+    turn = score_turn(
+        turn,
+        teacher.numpy()[places[:, 0], turn.response_ids],
+        None,
+        None,
+        None,
+        teacher.numpy()[places, drawn],
+    )
+    (micro,) = pack([turn])
+    model.zero_grad()
+    ids, scores = sample_candidates(micro)
+    multi_sample_reverse_kl(forward_logprobs(model, micro, ids=ids), scores, micro.weights).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    whole = torch.arange(VOCAB).expand(3, -1)
+    logp = forward_logprobs(model, micro, ids=whole)
+    (micro.weights * (logp.exp() * (logp - teacher)).sum(-1)).sum().backward()
+    for name, p in model.named_parameters():
+        # As near as whole numbers of draws come to the student's probabilities.
+        assert torch.nn.functional.cosine_similarity(found[name].flatten(), p.grad.flatten(), 0) > 0.999, name
 
 
 @settings(max_examples=40, deadline=None)

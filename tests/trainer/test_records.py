@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -130,6 +131,22 @@ def test_a_missing_or_unknown_field_is_named(change):
     change(record)
     with pytest.raises(RecordError, match="'task'|'colour'"):
         rollout_from_dict(record)
+
+
+def test_extra_draws_come_back_and_records_without_them_load():
+    rollout = make_rollout(1)
+    plain = rollout_to_dict(rollout)
+    assert not any(name.startswith("extra") for turn in plain["turns"] for name in turn)
+    n = rollout.turns[0].n_tokens
+    drawn = {
+        "extra_ids": np.arange(2 * n, dtype=np.int32).reshape(n, 2),
+        "extra_teacher_logprobs": np.full((n, 2), np.nan, np.float32),
+    }
+    rollout.turns[0] = dataclasses.replace(rollout.turns[0], **drawn)
+    record = json.loads(json.dumps(rollout_to_dict(rollout)))
+    assert_same(rollout, rollout_from_dict(record))
+    old = rollout_from_dict(plain)
+    assert old.turns[0].extra_ids is None and old.turns[0].extra_teacher_logprobs is None
 
 
 def test_another_schema_is_refused():

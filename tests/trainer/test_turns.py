@@ -101,3 +101,28 @@ def test_pickled_rollout_keeps_its_shared_segment():
     back = pickle.loads(pickle.dumps(Rollout(3, "task", turns=turns)))
     assert back.segments == [back.turns[0].segment] and back.turns[1].segment is back.turns[0].segment
     assert [t.score for t in back.valid_turns] == [t.score for t in turns]
+
+
+def test_extra_draws_stay_with_the_turn_when_it_is_scored_again():
+    drawn = np.arange(6).reshape(3, 2)
+    turn = turn_of(teacher=None, extra_ids=drawn)
+    assert turn.extra_ids.dtype == np.int32 and turn.extra_teacher_logprobs is None
+    scored = score_turn(turn, [-1.0] * 3, extra_teacher_logprobs=-np.ones((3, 2)))
+    assert scored.valid and np.array_equal(scored.extra_ids, drawn)
+    assert scored.extra_teacher_logprobs.dtype == np.float32
+    # A ranking must not depend on what else was drawn.
+    assert scored.score == score_turn(turn, [-1.0] * 3).score
+
+
+def test_extra_draws_that_are_not_one_row_a_token_are_refused():
+    for drawn in (np.zeros((2, 2)), np.zeros(3)):
+        with pytest.raises(TurnError, match="extra draws of shape"):
+            turn_of(extra_ids=drawn)
+
+
+def test_scores_that_do_not_belong_to_the_extra_draws_make_a_turn_invalid():
+    for turn in (
+        turn_of(extra_ids=np.zeros((3, 2)), extra_teacher_logprobs=np.zeros((3, 1))),
+        turn_of(extra_teacher_logprobs=np.zeros((3, 1))),
+    ):
+        assert turn.why_not == WhyNot.TEACHER_SCORES_MISALIGNED
