@@ -40,6 +40,7 @@ DEFAULT_SETTINGS: dict[str, Any] = {
     "max_staleness": 2,
     "max_pending_age": 8,
     "seed": 0,
+    "token_budget": None,
 }
 """The paper's; used where neither the records nor the run's config say otherwise."""
 
@@ -159,8 +160,9 @@ def load_stream(run: Run) -> Stream:
     """
     settings = dict(DEFAULT_SETTINGS)
     config = dict(run.config)
-    if "method" in config:
-        config["preset"] = config["method"]
+    named = config.get("composer") or config.get("method")
+    if named:
+        config["preset"] = named
     for source in (config, run.settings):
         settings |= {name: source[name] for name in DEFAULT_SETTINGS if name in source}
     turns: dict[tuple[int, int], ReplayTurn] = {}

@@ -28,7 +28,16 @@ from .metrics import gini
 from .records import Run
 from .replay import ReplayTurn, Variant, composition, light_turns
 
-__all__ = ["CostModel", "Episode", "LearnerTime", "StressResult", "Workload", "load_workload", "simulate"]
+__all__ = [
+    "CostModel",
+    "Episode",
+    "LearnerTime",
+    "StressResult",
+    "Workload",
+    "load_workload",
+    "simulate",
+    "stress_table",
+]
 
 CostModel = Literal["rows", "merged"]
 
@@ -383,3 +392,20 @@ class _World:
             seconds = max(seconds, score_s)
         self._read_and_dropped.clear()
         return seconds
+
+
+def stress_table(results: Sequence[StressResult]) -> Any:
+    """A `rich.table.Table` of one load and cost model: one line a figure, one column a variant."""
+    from rich.table import Table
+
+    first = results[0]
+    model = "one row per turn" if first.cost_model == "rows" else "prefixes merged"
+    scoring = ", lazy scoring" if first.lazy else ""
+    table = Table(title=f"{first.load} episodes in flight, {model}{scoring}", title_justify="left")
+    table.add_column("")
+    for result in results:
+        table.add_column(result.variant, justify="right")
+    for name, (label, form) in FIGURES.items():
+        values = [result.figures[name] for result in results]
+        table.add_row(label, *("-" if value is None else form.format(value) for value in values))
+    return table

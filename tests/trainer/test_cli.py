@@ -170,7 +170,7 @@ def test_replay_takes_other_settings(run_dir, capsys):
     argv = ["replay", run_dir, "--presets", "divopd", "--cap", "none", "--batch_rows", "8", "--json", "-"]
     code, out, _ = run(argv, capsys)
     assert code == 0 and json.loads(out)["settings"]["cap"] is None
-    code, out, _ = run([*argv, "--load", "1"], capsys)
+    code, out, _ = run([*argv, "--pace", "1"], capsys)
     assert json.loads(out)["presets"]["divopd"]["updates"] > 6
 
 

@@ -1,8 +1,12 @@
+import json
+
 import pytest
 from run_fakes import fake_run
 
+from divopd_gym.errors import ConfigError
+from divopd_trainer.commands.replay import main
 from divopd_trainer.records import RecordError, RunWriter, read_run
-from divopd_trainer.replay import ReplayTurn, Stream, compare, load_stream, replay, results_table
+from divopd_trainer.replay import ReplayTurn, Stream, Variant, compare, load_stream, replay, results_table
 
 SETTINGS = dict(
     preset="vanilla", batch_rows=2, pool_multiplier=4, cap=1, max_staleness=2, max_pending_age=8, seed=0
@@ -113,3 +117,52 @@ def test_a_run_without_rollouts_is_refused(tmp_path):
 def test_the_table_has_a_column_for_each_preset():
     table = results_table(compare(known_stream(), ["vanilla", "divopd"]))
     assert [column.header for column in table.columns] == ["", "vanilla", "divopd"]
+
+
+def test_a_variant_is_a_preset_with_another_cap_or_budget():
+    assert Variant.parse("divopd").settings == {"preset": "divopd"}
+    assert Variant.parse("divopd:8").settings == {"preset": "divopd", "cap": 8}
+    assert Variant.parse("divopd-base:none").settings == {"preset": "divopd-base", "cap": None}
+    assert Variant.parse("auto").settings == {"preset": "divopd", "cap": "auto"}
+    assert Variant.parse("divopd-cost:900").settings == {"preset": "divopd-cost", "token_budget": 900}
+    for wrong in ("nope", "divopd:0", "divopd:x", ""):
+        with pytest.raises(ConfigError, match="choose from auto"):
+            Variant.parse(wrong)
+
+
+def test_variants_replay_and_only_the_recorded_settings_are_compared_with_the_record(tmp_path):
+    stream = load_stream(read_run(fake_run(tmp_path / "run", updates=6)))
+    assert replay(stream, "divopd:4").same_as_recorded == (6, 6)
+    assert replay(stream, "divopd:2").same_as_recorded is None
+    assert replay(stream, "auto").same_as_recorded is None
+    cost = replay(stream, "divopd-cost").summary
+    divopd = replay(stream, "divopd").summary
+    assert 0 < cost["forwarded_tokens_merged"] < 1.5 * divopd["forwarded_tokens_merged"]
+
+
+def test_loads_print_a_table_for_each_load_and_cost_model(tmp_path, capsys):
+    path = str(fake_run(tmp_path / "run", updates=6))
+    target = tmp_path / "out" / "stress.json"
+    assert main([path, "--load", "2,6", "--presets", "vanilla,auto", "--json", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("episodes in flight") == 4 and "prefixes merged" in out and "one row per turn" in out
+    tables = json.loads(target.read_text())["loads"]
+    assert [(t["load"], t["cost_model"]) for t in tables] == [
+        (2, "rows"),
+        (6, "rows"),
+        (2, "merged"),
+        (6, "merged"),
+    ]
+    assert set(tables[0]["presets"]) == {"vanilla", "auto"}
+    argv = [path, "--load", "4", "--cost_model", "merged", "--lazy", "--updates", "3", "--json", "-"]
+    assert main(argv) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["updates"] == 3 and figures["loads"][0]["lazy"]
+    assert list(figures["loads"][0]["presets"]) == ["vanilla", "divopd-base", "divopd", "divopd-cost", "auto"]
+
+
+@pytest.mark.parametrize("more", [["--load", "2,x"], ["--load", "0"], ["--load", "2", "--pace", "1"]])
+def test_loads_that_cannot_be_simulated_are_refused(tmp_path, more):
+    path = str(fake_run(tmp_path / "run", updates=3))
+    with pytest.raises(ConfigError, match="expected"):
+        main([path, *more])
