@@ -10,8 +10,10 @@ _HOME = {
     "BatchComposer": "composer",
     "DivOPDConfig": "config",
     "DivOPDTrainer": "trainer",
-    "load_config": "config",
-    "run": "trainer",
+    "load_config": "config_files",
+    "register": "registry",
+    "register_method": "methods",
+    "run": "running",
 }
 
 __all__ = sorted(_HOME)

@@ -204,12 +204,14 @@ class TurnCollator:
 
     def _take(self, rollout: Rollout) -> None:
         check_rollout(rollout)
+        if self.weighting is not None and (annotate := getattr(self.weighting, "annotate", None)):
+            annotate(rollout)
         if self.writer is not None and self.record_rollouts:
             self.writer.write_rollout(rollout)
         self.counters["rollouts"] += 1
         self.counters["env_turns"] += rollout.turns_played
-        # Teacher and replayed turns live in the history; they are no candidates, so the gate does not count them.
-        turns = [turn for turn in rollout.turns if turn.actor == "student"]
+        # Other turns live in the history; they are no candidates, so the gate does not count them.
+        turns = [turn for turn in rollout.turns if turn.trainable]
         self.counters["turns"] += len(turns)
         self._usage.arrived(rollout)
         self._arrivals += turns
@@ -281,6 +283,7 @@ class TurnCollator:
         micro_batches = pack(
             rows,
             weights,
+            update=update,
             merge=o.merge,
             max_tokens=o.max_tokens,
             pad_id=o.pad_id,
@@ -332,6 +335,7 @@ class TurnCollator:
     def state_dict(self) -> dict[str, Any]:
         """Counters as JSON values; the composer's state is kept beside them."""
         return {
+            "weighting": _state_of(self.weighting),
             "counters": dict(self.counters),
             "usage": self._usage.state(),
             "arrivals": [[turn.rollout_id, turn.index] for turn in self._arrivals],
@@ -339,10 +343,16 @@ class TurnCollator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`; call it after the composer has been restored."""
+        if state.get("weighting") is not None and hasattr(self.weighting, "load_state_dict"):
+            self.weighting.load_state_dict(state["weighting"])
         self.counters = Counter(state["counters"])
         self._usage.load(state["usage"])
         turns = {(turn.rollout_id, turn.index): turn for turn in self.composer.state_dict()["unread"]}
         self._arrivals = [turns[rid, i] for rid, i in map(tuple, state["arrivals"]) if (rid, i) in turns]
+
+
+def _state_of(part: Any) -> Any:
+    return part.state_dict() if hasattr(part, "state_dict") else None
 
 
 def check_rollout(rollout: Any) -> None:

@@ -1,39 +1,31 @@
 """`DivOPDConfig`: everything a run needs, in one dataclass on top of TRL's.
 
-Defaults are those of the DivOPD paper (arXiv 2609.34838). Values that cannot work together are refused when the
-object is made; `load_config` also refuses unknown keys, naming the closest known ones.
+Defaults are those of the DivOPD paper (arXiv 2609.34838); ``method`` names a preset that replaces some of them, and
+what is given wins over both. Values that cannot work together are refused when the object is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch  # noqa: E402
-import yaml  # noqa: E402
-from trl import TrlParser  # noqa: E402
 from trl.experimental.async_distillation import AsyncDistillationConfig  # noqa: E402
 
 from divopd_gym.errors import ConfigError  # noqa: E402
 
-from .config_checks import DIVERGENCES, METHODS, check_together, check_values  # noqa: E402
+from .config_checks import DIVERGENCES, check_together, check_values  # noqa: E402
+from .methods import MERGED, method_settings  # noqa: E402
+from .registry import import_plugins, plugins  # noqa: E402
 
-__all__ = [
-    "DIVERGENCES",
-    "METHODS",
-    "DivOPDConfig",
-    "config_from_mapping",
-    "load_config",
-    "parse_config",
-    "save_config",
-]
+__all__ = ["DivOPDConfig"]
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -54,12 +46,23 @@ class DivOPDConfig(AsyncDistillationConfig):
         ConfigError: Values that cannot work, alone or together.
     """
 
-    _VALID_DICT_FIELDS = [*AsyncDistillationConfig._VALID_DICT_FIELDS, "env_kwargs", "eval_env_kwargs"]
+    _VALID_DICT_FIELDS = [
+        *AsyncDistillationConfig._VALID_DICT_FIELDS,
+        *("env_kwargs", "eval_env_kwargs", "teachers", "teacher_routing", *MERGED),
+    ]
 
     # What is distilled.
     model: str = _option("Qwen/Qwen3-1.7B", "Student: a Hub name or a directory written by save_pretrained.")
     teacher: str = _option(
         "langfeng01/GiGPO-Qwen2.5-7B-Instruct-ALFWorld", "Frozen teacher: a Hub name or a directory."
+    )
+    teachers: dict[str, str] | str | None = _option(
+        None, "More teachers by label (a mapping of Hub names or directories); see teacher_routing."
+    )
+    teacher_routing: dict[str, str] | str | None = _option(
+        None,
+        "Which teacher scores a rollout: a mapping of patterns over task ids ('boil/*') to labels of teachers; the "
+        "first that fits decides, other tasks go to 'teacher'.",
     )
     engine: str = _option(
         "local",
@@ -98,10 +101,45 @@ class DivOPDConfig(AsyncDistillationConfig):
     )
 
     # The method.
-    method: str = _option("divopd", f"Preset: one of {', '.join(METHODS)}.", choices=list(METHODS))
+    method: str = _option(
+        "divopd", "Preset that fills the settings below: a name ('divopd methods' lists them) or a YAML file."
+    )
+    plugins: list[str] | None = _option(
+        None, "Modules or .py files to import first: those that register parts or methods of your own."
+    )
+    composer: str = _option("divopd", "Which turns form a batch: a composer preset, or 'module:name'.")
+    controller: str = _option(
+        "student", "Who acts at a turn: 'student', 'recovery', 'guided', 'tcod-b2f', or one of your own."
+    )
+    controller_kwargs: dict[str, Any] | str | None = _option(None, "Options of the controller (a mapping).")
+    horizon: str = _option(
+        "fixed",
+        "How many turns a training rollout may take: 'fixed', 'tcod-f2b', 'turnopd', or one of your own.",
+    )
+    horizon_kwargs: dict[str, Any] | str | None = _option(None, "Options of the horizon (a mapping).")
+    probe_rollouts: int = _option(
+        16, "Full-depth rollouts of one probe, for horizons that ask for probes ('turnopd')."
+    )
+    weighting: str = _option(
+        "uniform",
+        "Weight of a row's tokens: 'uniform', 'turnopd', 'guided', 'atod', 'sage', 'retire', or your own.",
+    )
+    weighting_kwargs: dict[str, Any] | str | None = _option(None, "Options of the weighting (a mapping).")
+    advantage: str = _option("reverse-kl", "Advantage of a token: 'reverse-kl', 'f-opd', or one of your own.")
+    advantage_kwargs: dict[str, Any] | str | None = _option(None, "Options of the advantage (a mapping).")
+    review: str | None = _option(
+        None,
+        "What happens to a finished rollout before it is sent: null, 'sage', 'future-bridge', or your own.",
+    )
+    review_kwargs: dict[str, Any] | str | None = _option(None, "Options of the review (a mapping).")
     batch_rows: int = _option(64, "Turns in a batch (B); one batch is one update.")
     pool_multiplier: int = _option(4, "Turns the composer looks at, in batches (c).")
-    cap: int | None = _option(4, "Turns a rollout gives in the composer's first sweep (k); null: no cap.")
+    cap: int | str | None = _option(
+        4, "Turns a rollout gives in the composer's first sweep (k); null: no cap, 'auto': by queue pressure."
+    )
+    token_budget: int | None = _option(
+        None, "divopd-cost: tokens forwarded an update; null: what batch_rows rows of divopd would take."
+    )
     max_staleness: int = _option(
         2,
         "Updates by which a turn's weights may be older than the learner's (delta); 1 is on-policy, and 0 means 1.",
@@ -109,13 +147,23 @@ class DivOPDConfig(AsyncDistillationConfig):
     max_pending_age: int = _option(8, "Updates a turn may wait in the pool (W).")
     divergence: str = _option(
         "sampled_reverse_kl",
-        "Loss: 'sampled_reverse_kl' (the paper's), 'forward_kl_topk' or 'jsd_topk' (teacher_top_k candidates; beta "
-        "interpolates).",
+        "Loss: 'sampled_reverse_kl' (the paper's), 'multi_sample_reverse_kl' (samples tokens a position), "
+        "'forward_kl_topk' or 'jsd_topk' (teacher_top_k candidates; beta interpolates).",
         choices=list(DIVERGENCES),
     )
     advantage_scale: float = _option(
         1.0, "Factor on the advantage, the paper's beta (TRL's own beta is the JSD interpolation)."
     )
+    samples: int = _option(
+        4, "multi_sample_reverse_kl: tokens a position, the realised one and others drawn from the student."
+    )
+    extrapolate_every: int = _option(
+        0, "Updates between attempts to extrapolate the weights along their last change (EffOPD); 0: never."
+    )
+    extrapolate_factors: list[float] | None = _option(
+        None, "Steps along the last change that are tried besides 0, e.g. 0.5 1.0."
+    )
+    extrapolate_episodes: int = _option(16, "Evaluation tasks that decide between the extrapolations.")
     recovery_patience: int = _option(4, "divopd-r: turns without progress before the teacher takes over (p).")
     recovery_budget: int = _option(6, "divopd-r: teacher turns a rollout may hold (m).")
     recovery_warmup: int = _option(0, "divopd-r: updates before which the teacher never takes over.")
@@ -127,6 +175,9 @@ class DivOPDConfig(AsyncDistillationConfig):
     updates: int = _option(250, "Updates of the whole run.")
     load: float | None = _option(
         1.0, "Turns explored per turn trained: 1 keeps pace with the learner, null explores without a limit."
+    )
+    lazy_scoring: bool = _option(
+        True, "Have the teacher score only rollouts that the composer can still use."
     )
     max_concurrent: int = _option(16, "Episodes in flight at once.")
     env_workers: int | None = _option(
@@ -202,14 +253,12 @@ class DivOPDConfig(AsyncDistillationConfig):
     def __post_init__(self) -> None:
         self._resolve()
         super().__post_init__()
-        for name in ("env_kwargs", "eval_env_kwargs"):
+        for name in ("env_kwargs", "eval_env_kwargs", "teachers", "teacher_routing", *MERGED):
             value = getattr(self, name)
             if value is None:
                 setattr(self, name, {})
             elif not isinstance(value, dict):
-                raise ConfigError(
-                    f"{name} is {value!r}; expected a mapping of keyword arguments, e.g. {{size: tiny}}."
-                )
+                raise ConfigError(f"{name} is {value!r}; expected a mapping, e.g. {{size: tiny}}.")
         check_values(self)
         check_together(self)
 
@@ -232,6 +281,17 @@ class DivOPDConfig(AsyncDistillationConfig):
                 )
             self.updates = self.max_steps
         self.max_steps = self.updates
+        if isinstance(self.cap, str) and self.cap.isdigit():
+            self.cap = int(self.cap)
+        if self.controller == "recovery":
+            options = self.controller_kwargs
+            self.controller_kwargs = {
+                "patience": self.recovery_patience,
+                "budget": self.recovery_budget,
+                "warmup_updates": self.recovery_warmup,
+                "return_on_progress": self.recovery_return_on_progress,
+                **(options if isinstance(options, dict) else {}),
+            }
         # The update that trains a turn is always one ahead of the weights that wrote it: 0 would drop every turn.
         if self.max_staleness == 0:
             self.max_staleness = 1
@@ -258,15 +318,18 @@ class DivOPDConfig(AsyncDistillationConfig):
             self.resume_from_checkpoint = None
         self.remove_unused_columns = False
 
-    @property
-    def preset(self) -> str:
-        """Composer preset of the method."""
-        return self.method
-
-    @property
-    def recovery(self) -> bool:
-        """Whether the teacher may take over while exploring."""
-        return self.method == "divopd-r" and self.recovery_budget > 0
+    def facts(self) -> dict[str, Any]:
+        """What the parts of a method may ask of the run by the names of their parameters."""
+        return {
+            "updates": self.updates,
+            "total_updates": self.updates,
+            "max_turns": self.max_turns,
+            "batch_rows": self.batch_rows,
+            "max_staleness": self.max_staleness,
+            "group": self.attempts_per_task,
+            "seed": self.seed,
+            "beta": self.advantage_scale,
+        }
 
     @property
     def evaluates(self) -> bool:
@@ -284,129 +347,37 @@ class DivOPDConfig(AsyncDistillationConfig):
         return {**kwargs, **(self.eval_env_kwargs or {})} if evaluation else kwargs
 
 
-def _check_keys(keys: Sequence[str], where: str) -> None:
-    known = [f.name for f in dataclasses.fields(DivOPDConfig) if f.init]
-    unknown = [key for key in keys if key not in known]
-    if not unknown:
-        return
-    parts = []
-    for key in unknown:
-        close = difflib.get_close_matches(key, known, 3, 0.6)
-        parts.append(f"{key!r}" + (f" (did you mean {' or '.join(map(repr, close))}?)" if close else ""))
-    raise ConfigError(
-        f"Unknown setting{'s' if len(unknown) > 1 else ''} in {where}: {', '.join(parts)}. "
-        "'divopd train --help' lists every setting."
-    )
-
-
-def config_from_mapping(values: Mapping[str, Any], *, where: str = "the configuration") -> DivOPDConfig:
-    """Build a configuration from names and values.
-
-    Args:
-        values: Settings by name.
-        where: What the error should call their source.
-
-    Raises:
-        ConfigError: An unknown name (the closest known ones are named) or a value that cannot work.
-    """
-    _check_keys(list(values), where)
-    return _guard(lambda: DivOPDConfig(**_numbers(values)), where)
-
-
-def load_config(path: str | os.PathLike, overrides: Mapping[str, Any] | None = None) -> DivOPDConfig:
-    """Read a YAML file, replace some of its values, and check it.
-
-    Raises:
-        ConfigError: The file is missing or no mapping, or see `config_from_mapping`.
-    """
-    return config_from_mapping({**_read_yaml(path), **(overrides or {})}, where=str(path))
-
-
-def parse_config(argv: Sequence[str]) -> DivOPDConfig:
-    """Command line in TRL's convention: ``--config file.yaml --name value ...``; the command line wins.
-
-    Raises:
-        ConfigError: Unknown names or values that cannot work.
-    """
-    argv = list(argv)
-    names = [a[2:].partition("=")[0] for a in argv if a.startswith("--") and len(a) > 2]
-    fields = {f.name for f in dataclasses.fields(DivOPDConfig)}
-    names = [n for n in names if not (n.startswith("no_") and n[3:] in fields)]
-    _check_keys([n for n in names if n not in ("config", "help")], "the command line")
-    if "--config" in argv:
-        at = argv.index("--config")
-        if at + 1 >= len(argv):
-            raise ConfigError("--config has no value; expected the path of a YAML file after it.")
-        path = argv[at + 1]
-        settings = _read_yaml(path)
-        _check_keys(list(settings), path)
-
-    def parse() -> DivOPDConfig:
-        return TrlParser(DivOPDConfig).parse_args_and_config(argv)[0]
-
-    return _guard(parse, "the command line")
-
-
-def _guard(build: Any, where: str) -> DivOPDConfig:
-    try:
-        return build()
-    except ConfigError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"Bad value in {where}: {error}") from error
-
-
-def _read_yaml(path: str | os.PathLike) -> dict[str, Any]:
-    path = Path(path)
-    if not path.is_file():
+def _fill_in_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a method under those that were given; options that are mappings are merged key by key."""
+    given = dict(given)
+    import_plugins(given.get("plugins") or [])
+    preset = method_settings(given.get("method", "divopd"))
+    unknown = [key for key in preset if key not in DivOPDConfig.__dataclass_fields__]
+    if unknown:
         raise ConfigError(
-            f"There is no configuration file {path}; expected a YAML mapping of settings. Check the path."
+            f"The preset of method {given.get('method')!r} has unknown settings {', '.join(map(repr, unknown))}; "
+            "'divopd train --help' lists every setting."
         )
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}. Mend the line that is named.") from error
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} holds {type(values).__name__}; expected a YAML mapping of settings (name: value)."
-        )
-    return values
+    for name in MERGED:
+        part, options = name.removesuffix("_kwargs"), given.get(name)
+        if isinstance(options, str):
+            options = json.loads(options)
+        # The options of a preset are those of its own part.
+        same = given.get(part) in (None, preset.get(part))
+        if name in preset and same and isinstance(options, (dict, type(None))):
+            given[name] = {**preset[name], **(options or {})}
+    merged = {**preset, **given}
+    if sources := [*(given.get("plugins") or []), *plugins()]:
+        merged["plugins"] = list(dict.fromkeys(sources))
+    return merged
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """YAML reads 1e-6 as text; turn such text into the number its field wants."""
-    kinds = {f.name: str(f.type) for f in dataclasses.fields(DivOPDConfig)}
-    result = dict(values)
-    for name, value in values.items():
-        if isinstance(value, str) and "float" in kinds[name] and "str" not in kinds[name]:
-            try:
-                result[name] = float(value)
-            except ValueError:
-                raise ConfigError(f"{name} is {value!r}; expected a number.") from None
-    return result
+_generated_init = DivOPDConfig.__init__
 
 
-def save_config(config: DivOPDConfig, path: str | os.PathLike) -> None:
-    """Write every resolved value as YAML, so that the file alone repeats the run."""
-    values = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if hasattr(value, "value") and not isinstance(value, (dict, list)):
-            value = value.value
-        if f.init and not f.name.endswith("_token") and _plain(value):
-            values[f.name] = value
-    for name in ("output_dir", "max_steps", "max_completion_length", "resume_from_checkpoint"):
-        values.pop(name, None)
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=110)
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+@functools.wraps(_generated_init)
+def _init(self: DivOPDConfig, **given: Any) -> None:
+    _generated_init(self, **_fill_in_preset(given))
 
 
-def _plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _plain(item) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(_plain(item) for item in value)
-    return value is None or isinstance(value, (str, int, float, bool))
+DivOPDConfig.__init__ = _init

@@ -9,11 +9,11 @@ from divopd_gym.errors import ConfigError
 from divopd_gym.prompts import history_pairs
 
 from .composer import PRESETS
+from .registry import build, known
 
-__all__ = ["DIVERGENCES", "METHODS", "check_together", "check_values"]
+__all__ = ["DIVERGENCES", "check_together", "check_values"]
 
-METHODS = tuple(PRESETS)
-DIVERGENCES = ("sampled_reverse_kl", "forward_kl_topk", "jsd_topk")
+DIVERGENCES = ("sampled_reverse_kl", "multi_sample_reverse_kl", "forward_kl_topk", "jsd_topk")
 # Anything but these would sample from another distribution than the one whose log-probs are trained on.
 _PLAIN_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 
@@ -25,7 +25,6 @@ def check_values(config: Any) -> None:
         ConfigError: The first one; the message names its field.
     """
     for name, allowed in (
-        ("method", METHODS),
         ("divergence", DIVERGENCES),
         ("packing_layout", ("auto", "padded", "packed")),
         ("progress", ("auto", "live", "plain", "none")),
@@ -44,13 +43,16 @@ def check_values(config: Any) -> None:
     at_least |= dict.fromkeys(("max_nonfinite_updates", "max_failed_episodes", "recovery_patience"), 1)
     at_least |= dict.fromkeys(("max_staleness", "max_pending_age", "eval_every", "save_every"), 0)
     at_least |= dict.fromkeys(("keep_checkpoints", "recovery_budget", "recovery_warmup"), 0)
+    at_least |= {"samples": 2, "extrapolate_every": 0, "extrapolate_episodes": 1, "probe_rollouts": 1}
     at_least |= {"max_explorer_restarts": 0, "max_model_len": 2, "weight_sync_steps": 1}
     for name, least in at_least.items():
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name} is {value!r}; expected a whole number of at least {least}.")
-    for name in ("cap", "epochs", "eval_episodes", "learner_threads"):
+    for name in ("cap", "epochs", "eval_episodes", "learner_threads", "token_budget"):
         value = getattr(config, name)
+        if name == "cap" and value == "auto":
+            continue
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} is {value!r}; expected null or a whole number of at least 1.")
     for name in ("heartbeat_stale_after_s", "stop_grace_s", "env_step_timeout_s", "env_reset_timeout_s"):
@@ -114,6 +116,7 @@ def check_together(config: Any) -> None:
             f"teacher_temperature is {config.teacher_temperature} and temperature is {config.temperature}: the local engine "
             "scores at the sampling temperature. Leave teacher_temperature null."
         )
+    _check_method(config)
     every = config.weight_sync_steps
     if every != 1 and config.max_staleness < every:
         raise ConfigError(
@@ -125,4 +128,84 @@ def check_together(config: Any) -> None:
         raise ConfigError(
             f"weight_sync_steps is {every}, which does not divide {unsynced[0]}={getattr(config, unsynced[0])}: an "
             "evaluation would be due when its weights are not written. Set weight_sync_steps to 1, or choose multiples."
+        )
+
+
+def _check_method(config: Any) -> None:
+    """Every part must exist, take its options, and find what it needs; see `registry.SEAMS`."""
+    if config.composer not in PRESETS:
+        if config.composer not in known("composer") and config.composer.count(":") != 1:
+            close = difflib.get_close_matches(config.composer, PRESETS, 1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"composer is {config.composer!r}; expected one of {', '.join([*PRESETS, *known('composer')])}, or "
+                f"'module:name' of your own.{hint}"
+            )
+    facts = config.facts()
+    parts = {
+        seam: build(seam, name, getattr(config, f"{seam}_kwargs"), facts)
+        for seam in ("controller", "horizon", "weighting", "advantage", "review")
+        if (name := getattr(config, seam)) is not None
+    }
+    for seam, part in parts.items():
+        name = getattr(config, seam)
+        if getattr(part, "needs_groups", False) and config.attempts_per_task < 2:
+            raise ConfigError(
+                f"{seam} {name!r} compares the episodes of one task, but attempts_per_task is "
+                f"{config.attempts_per_task}; expected 2 or more. Set attempts_per_task to 8, as its paper has it."
+            )
+        if getattr(part, "needs_teacher", False) and not config.teacher:
+            raise ConfigError(f"{seam} {name!r} needs a teacher, but teacher is empty; name one.")
+        wanted = getattr(part, "needs_review", None)
+        if wanted is not None and config.review != wanted:
+            raise ConfigError(
+                f"{seam} {name!r} reads what the review {wanted!r} writes, but review is {config.review!r}. Set review "
+                f"to {wanted}, or use method: {wanted}."
+            )
+        wanted = getattr(part, "needs_controller", None)
+        if wanted is not None and config.controller != wanted:
+            raise ConfigError(
+                f"{seam} {name!r} weights turns of the controller {wanted!r}, but controller is "
+                f"{config.controller!r}. Set controller to {wanted}."
+            )
+    if getattr(parts["controller"], "imitates", False) and not getattr(
+        parts["weighting"], "weighs_imitation", False
+    ):
+        raise ConfigError(
+            f"The controller {config.controller!r} lets turns of the teacher be imitated, but weighting "
+            f"{config.weighting!r} has no weight for them. Set weighting to guided."
+        )
+    if config.controller == "tcod-b2f" and config.horizon != "fixed":
+        raise ConfigError(
+            f"controller 'tcod-b2f' replays the beginning of an episode and horizon {config.horizon!r} cuts its end: "
+            "nothing might be left to train. Set horizon to fixed."
+        )
+    if (config.advantage != "reverse-kl") and config.divergence != "sampled_reverse_kl":
+        raise ConfigError(
+            f"advantage {config.advantage!r} scores sampled tokens, but divergence is {config.divergence!r}. Set "
+            "divergence to sampled_reverse_kl, or advantage to reverse-kl."
+        )
+    if config.extrapolate_every and not config.extrapolate_factors:
+        raise ConfigError("extrapolate_every is set without extrapolate_factors; give some, e.g. [0.5, 1.0].")
+    _check_teachers(config)
+
+
+def _check_teachers(config: Any) -> None:
+    if config.teachers and not config.teacher_routing:
+        raise ConfigError(
+            f"There are {len(config.teachers)} more teachers ({', '.join(config.teachers)}) but no teacher_routing; "
+            "expected a mapping of task patterns to labels, e.g. {'boil/*': "
+            + next(iter(config.teachers))
+            + "}."
+        )
+    unknown = sorted(set(config.teacher_routing.values()) - set(config.teachers))
+    if unknown:
+        raise ConfigError(
+            f"teacher_routing names {', '.join(map(repr, unknown))}, but teachers has "
+            f"{', '.join(map(repr, config.teachers)) or 'none'}. Add the label to teachers."
+        )
+    if config.method == "mopd" and not config.teachers:
+        raise ConfigError(
+            "method 'mopd' distils from several teachers, but teachers is empty. Give teachers (label: model) and "
+            "teacher_routing (task pattern: label)."
         )

@@ -7,21 +7,21 @@ always the student alone.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from divopd_gym.errors import ConfigError
 
+from .seeds import derive_seed
 from .turns import Actor
 
-__all__ = ["Controller", "EpisodeController", "GuidedOPD", "Recovery", "StudentOnly", "make_controller"]
+__all__ = ["Controller", "EpisodeController", "GuidedOPD", "Recovery", "StudentOnly", "TCODB2F"]
 
 
 class EpisodeController(Protocol):
-    """One episode's view."""
+    """One episode's view. Where `actor` says "replay", ``replayed(turn) -> str`` gives the action."""
 
     def actor(self, turn: int) -> str:
         """Who acts at this turn: an `Actor` value. Asked once a turn, in order."""
@@ -51,8 +51,11 @@ class Controller(Protocol):
     name: str
     needs_teacher: bool
 
+    # Optional: `needs_reference`, whether `begin` wants a reference trajectory; `imitates`, whether the student is
+    # trained to say what the teacher says at its turns (cross-entropy).
+
     def begin(
-        self, *, run_seed: int, task: str, attempt: int, update: int, evaluating: bool
+        self, *, run_seed: int, task: str, attempt: int, update: int, evaluating: bool, reference: Any = None
     ) -> EpisodeController:
         """The controller of one episode.
 
@@ -62,6 +65,7 @@ class Controller(Protocol):
             attempt: Which try at it.
             update: Updates the learner has completed.
             evaluating: True gives the student every turn.
+            reference: Actions that solve the task (list of str), or None where there are none.
         """
         ...
 
@@ -120,7 +124,7 @@ class Recovery:
                 )
 
     def begin(
-        self, *, run_seed: int, task: str, attempt: int, update: int, evaluating: bool
+        self, *, run_seed: int, task: str, attempt: int, update: int, evaluating: bool, reference: Any = None
     ) -> EpisodeController:
         """See `Controller.begin`."""
         if evaluating or update < self.warmup_updates or self.budget == 0:
@@ -169,6 +173,7 @@ class GuidedOPD:
 
     name = "guided"
     needs_teacher = True
+    imitates = True
 
     def __post_init__(self) -> None:
         if self.updates < 1 or not 0 < self.share <= 1:
@@ -182,20 +187,19 @@ class GuidedOPD:
         return 0.5 * (1 + math.cos(math.pi * min(update / (self.share * self.updates), 1.0)))
 
     def begin(
-        self, *, run_seed: int, task: str, attempt: int, update: int, evaluating: bool
+        self, *, run_seed: int, task: str, attempt: int, update: int, evaluating: bool, reference: Any = None
     ) -> EpisodeController:
         """See `Controller.begin`."""
         b = 0.0 if evaluating else self.probability(update)
-        return _GuidedEpisode(b, f"{run_seed}\x1f{task}\x1f{attempt}") if b > 0 else _Student()
+        return _GuidedEpisode(b, run_seed, task, attempt) if b > 0 else _Student()
 
 
 class _GuidedEpisode(_Student):
-    def __init__(self, probability: float, key: str) -> None:
+    def __init__(self, probability: float, *key: int | str) -> None:
         self._b, self._key, self._teacher_turns = probability, key, 0
 
     def actor(self, turn: int) -> str:
-        digest = hashlib.blake2b(f"guided\x1f{self._key}\x1f{turn}".encode(), digest_size=8).digest()
-        teacher = int.from_bytes(digest, "big") / 2**64 < self._b
+        teacher = derive_seed("guided", *self._key, turn) / 2**63 < self._b
         self._teacher_turns += teacher
         return (Actor.TEACHER if teacher else Actor.STUDENT).value
 
@@ -203,28 +207,59 @@ class _GuidedEpisode(_Student):
         return {"teacher_turns": self._teacher_turns, "teacher_probability": self._b}
 
 
-_CONTROLLERS: dict[str, type] = {"student": StudentOnly, "recovery": Recovery, "guided": GuidedOPD}
+@dataclass(frozen=True)
+class TCODB2F:
+    """TCOD back to front (arXiv 2604.24005): the first actions are those of a reference trajectory.
 
-
-def make_controller(name: str = "student", options: Mapping[str, Any] | None = None) -> Controller:
-    """A controller by name.
+    Of a reference of L actions the first ``max(0, L - 1 - floor(n / every))`` are replayed, with n completed updates
+    (explorer rounds there); the student acts from where they lead. An episode that the replay already ends has
+    nothing to train.
 
     Args:
-        name: "student", "recovery" or "guided".
-        options: Its arguments.
-
-    Raises:
-        ConfigError: Unknown name or argument; the message names it.
+        every: Updates for one turn less of replay (eta).
     """
-    if name not in _CONTROLLERS:
-        raise ConfigError(f"Unknown controller {name!r}; expected one of {sorted(_CONTROLLERS)}.")
-    kind = _CONTROLLERS[name]
-    fields = set(getattr(kind, "__dataclass_fields__", {}))
-    if unknown := set(options or {}) - fields:
-        raise ConfigError(
-            f"Controller {name!r} has no option {sorted(unknown)}; it takes {sorted(fields) or 'none'}."
-        )
-    try:
-        return kind(**(options or {}))
-    except TypeError as error:
-        raise ConfigError(f"Controller {name!r}: {error}; its options are {sorted(fields)}.") from None
+
+    every: int = 4
+
+    name = "tcod-b2f"
+    needs_teacher = False
+    needs_reference = True
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(f"TCOD-B2F has every={self.every}; expected at least 1 update.")
+
+    def replayed_turns(self, length: int, update: int) -> int:
+        """Actions to replay of a reference of this length after so many updates."""
+        return max(0, length - 1 - update // self.every)
+
+    def begin(
+        self, *, run_seed: int, task: str, attempt: int, update: int, evaluating: bool, reference: Any = None
+    ) -> EpisodeController:
+        """See `Controller.begin`.
+
+        Raises:
+            ConfigError: The environment has no reference trajectory for this task.
+        """
+        if evaluating:
+            return _Student()
+        if reference is None:
+            raise ConfigError(
+                f"TCOD-B2F replays reference trajectories, but the environment has none for task {task!r} "
+                "(gold_path() is None). Use a split with gold paths, or method: tcod-f2b."
+            )
+        return _ReplayEpisode(list(reference)[: self.replayed_turns(len(reference), update)])
+
+
+class _ReplayEpisode(_Student):
+    def __init__(self, actions: list[str]) -> None:
+        self._actions = actions
+
+    def actor(self, turn: int) -> str:
+        return (Actor.REPLAY if turn < len(self._actions) else Actor.STUDENT).value
+
+    def replayed(self, turn: int) -> str:
+        return self._actions[turn]
+
+    def summary(self) -> dict[str, Any]:
+        return {"replayed_turns": len(self._actions)}

@@ -17,7 +17,7 @@ import torch
 from divopd_gym.errors import ConfigError
 
 from .turns import Turn
-from .weighting import uniform_weights
+from .weighting import TokenWeights, uniform_weights
 
 __all__ = ["MicroBatch", "dummy_micro_batch", "pack", "split_ranks"]
 
@@ -42,9 +42,13 @@ class MicroBatch:
         student_logprobs: float32 [N], at generation.
         weights: float32 [N]; over all micro-batches of a batch they add up to 1 less the share of dead rows.
         row: int64 [N], number of the batch's row that the token belongs to.
+        rewards: float32 [N], constant advantages times their weight; see `weighting.TokenWeights`.
+        age: int64 [N], updates since the weights that wrote the token's row; 0 when they are the learner's own.
         forwarded_tokens: Tokens in the sequences, padding left out.
         teacher_topk_ids: int64 [N, K] or None.
         teacher_topk_logprobs: float32 [N, K] or None.
+        extra_ids: int64 [N, M] or None; tokens drawn beside the realised one, -1 where there is none.
+        extra_teacher_logprobs: float32 [N, M] or None; NaN where the teacher has no score.
     """
 
     input_ids: torch.Tensor
@@ -56,9 +60,13 @@ class MicroBatch:
     student_logprobs: torch.Tensor
     weights: torch.Tensor
     row: torch.Tensor
+    rewards: torch.Tensor
+    age: torch.Tensor
     forwarded_tokens: int
     teacher_topk_ids: torch.Tensor | None = None
     teacher_topk_logprobs: torch.Tensor | None = None
+    extra_ids: torch.Tensor | None = None
+    extra_teacher_logprobs: torch.Tensor | None = None
 
     @property
     def padded_tokens(self) -> int:
@@ -103,14 +111,26 @@ class _Sequence:
         return _cost(self.length)
 
 
+@dataclass(frozen=True)
+class _RowValues:
+    """What the rows of a batch bring, each list in their order."""
+
+    rows: Sequence[Turn]
+    masks: Sequence[np.ndarray]
+    weights: Sequence[np.ndarray]
+    rewards: Sequence[np.ndarray]
+    ages: Sequence[int]
+
+
 def _cost(length: int) -> float:
     return length * (1 + length / _ATTENTION_SCALE)
 
 
 def pack(
     rows: Sequence[Turn],
-    token_weights: Sequence[np.ndarray] | None = None,
+    token_weights: Sequence[np.ndarray] | TokenWeights | None = None,
     *,
+    update: int | None = None,
     merge: bool = True,
     max_tokens: int = 16384,
     pad_id: int = 0,
@@ -123,6 +143,7 @@ def pack(
         rows: The batch; rows without a valid token take part in nothing but the row count.
         token_weights: For each row, one weight a response token ([n]); those at tokens that are not valid are ignored.
             None: `weighting.uniform_weights`, the mean over a row's valid tokens, then over all rows.
+        update: The update that the batch is for, from which rows get their age; None: age 0.
         merge: Rows of one segment become one sequence, up to the last of their responses. False: one sequence a row.
         max_tokens: Budget of a micro-batch, in positions (padding counts). A longer sequence gets one of its own.
         pad_id: Fills padded positions; they carry no loss and nothing attends to them, so it may be a real token.
@@ -141,10 +162,14 @@ def pack(
         raise ConfigError(f"Unknown packing layout {layout!r}; choose 'padded' or 'packed'.")
     if max_tokens < 1 or world < 1:
         raise ConfigError(f"max_tokens is {max_tokens} and world is {world}; both must be 1 or more.")
-    weights = list(uniform_weights(rows) if token_weights is None else token_weights)
-    if len(weights) != len(rows):
+    if not isinstance(token_weights, TokenWeights):
+        token_weights = TokenWeights(uniform_weights(rows) if token_weights is None else token_weights)
+    weights = list(token_weights.weights)
+    rewards = token_weights.rewards
+    rewards = [np.zeros(np.shape(w)) for w in weights] if rewards is None else list(rewards)
+    if len(weights) != len(rows) or len(rewards) != len(rows):
         raise ConfigError(f"{len(weights)} weight arrays for {len(rows)} rows; pass one array a row.")
-    for number, (turn, w) in enumerate(zip(rows, weights)):
+    for number, turn, w in [(i, t, w) for values in (weights, rewards) for i, (t, w) in enumerate(zip(rows, values))]:
         if np.shape(w) != (turn.n_tokens,):
             raise ConfigError(
                 f"Row {number} has {turn.n_tokens} response tokens but weights of shape {np.shape(w)}; pass one "
@@ -154,7 +179,10 @@ def pack(
     sequences = _sequences(rows, masks, merge)
     bins = _bins(sequences, max_tokens, layout, world)
     with_topk = bool(rows) and all(t.teacher_topk_ids is not None for t, m in zip(rows, masks) if m.any())
-    return [_micro_batch(members, rows, masks, weights, pad_id, layout, with_topk) for members in bins]
+    n_extra = max((_extra_width(turn) for turn in rows), default=0)
+    ages = [0 if update is None else update - 1 - turn.policy_version for turn in rows]
+    values = _RowValues(rows, masks, weights, rewards, ages)
+    return [_micro_batch(members, values, pad_id, layout, with_topk, n_extra) for members in bins]
 
 
 def split_ranks(micro_batches: Sequence[MicroBatch], world: int, pad_id: int = 0) -> list[list[MicroBatch]]:
@@ -181,7 +209,10 @@ def split_ranks(micro_batches: Sequence[MicroBatch], world: int, pad_id: int = 0
 
 
 def dummy_micro_batch(pad_id: int = 0, *, packed: bool = False) -> MicroBatch:
-    """Two tokens and one target of weight 0: touches every parameter, changes no gradient."""
+    """Two tokens and one target of weight 0: touches every parameter, changes no gradient.
+
+    It has candidates and draws as well, whatever the divergence of the batch that it completes.
+    """
     ids = torch.full((1, 2), pad_id, dtype=torch.int64)
     zero = torch.zeros(1, dtype=torch.float32)
     return MicroBatch(
@@ -194,8 +225,29 @@ def dummy_micro_batch(pad_id: int = 0, *, packed: bool = False) -> MicroBatch:
         student_logprobs=zero.clone(),
         weights=zero.clone(),
         row=torch.full((1,), -1, dtype=torch.int64),
+        rewards=zero.clone(),
+        age=torch.zeros(1, dtype=torch.int64),
         forwarded_tokens=0,
+        teacher_topk_ids=torch.zeros((1, 2), dtype=torch.int64),
+        teacher_topk_logprobs=torch.full((1, 2), -1.0),
+        extra_ids=torch.full((1, 1), -1),
+        extra_teacher_logprobs=torch.full((1, 1), torch.nan),
     )
+
+
+def _extra_width(turn: Turn) -> int:
+    """Tokens drawn beside each realised one; 0 unless the teacher has scored them."""
+    if turn.extra_ids is None or turn.extra_teacher_logprobs is None:
+        return 0
+    return turn.extra_ids.shape[1]
+
+
+def _widened(turn: Turn, name: str, at: np.ndarray, width: int, fill: float) -> np.ndarray:
+    """[len(at), width] of a turn's draws, filled up: turns of one batch may have been drawn with other settings."""
+    wide = np.full((len(at), width), fill)
+    if own := _extra_width(turn):
+        wide[:, :own] = getattr(turn, name)[at]
+    return wide
 
 
 def _is_packed(micro_batches: Sequence[MicroBatch]) -> bool:
@@ -266,12 +318,11 @@ def _packed_bins(ordered: list[_Sequence], max_tokens: int) -> list[list[_Sequen
 
 def _micro_batch(
     members: list[_Sequence],
-    rows: Sequence[Turn],
-    masks: Sequence[np.ndarray],
-    weights: Sequence[np.ndarray],
+    values: _RowValues,
     pad_id: int,
     layout: Layout,
     with_topk: bool,
+    n_extra: int,
 ) -> MicroBatch:
     lengths = [s.length for s in members]
     if layout == "packed":
@@ -289,21 +340,29 @@ def _micro_batch(
         starts = np.arange(len(members)) * width
     parts: dict[str, list[np.ndarray]] = {
         name: []
-        for name in ("index", "ids", "teacher", "student", "weight", "row", "topk_ids", "topk_logprobs")
+        for name in (
+            *("index", "ids", "teacher", "student", "weight", "row", "reward", "age"),
+            *("topk_ids", "topk_logprobs", "extra_ids", "extra_logprobs"),
+        )
     }
     for begin, sequence in zip(starts, members):
         for number in sequence.rows:
-            turn = rows[number]
-            at = np.flatnonzero(masks[number])
+            turn = values.rows[number]
+            at = np.flatnonzero(values.masks[number])
             parts["index"].append(begin + turn.start + at - 1)
             parts["ids"].append(turn.response_ids[at])
             parts["teacher"].append(turn.teacher_logprobs[at])
             parts["student"].append(turn.student_logprobs[at])
-            parts["weight"].append(np.asarray(weights[number])[at])
+            parts["weight"].append(np.asarray(values.weights[number])[at])
+            parts["reward"].append(np.asarray(values.rewards[number])[at])
+            parts["age"].append(np.full(len(at), values.ages[number]))
             parts["row"].append(np.full(len(at), number))
             if with_topk:
                 parts["topk_ids"].append(turn.teacher_topk_ids[at])
                 parts["topk_logprobs"].append(turn.teacher_topk_logprobs[at])
+            if n_extra:
+                parts["extra_ids"].append(_widened(turn, "extra_ids", at, n_extra, -1))
+                parts["extra_logprobs"].append(_widened(turn, "extra_teacher_logprobs", at, n_extra, np.nan))
 
     def tensor(name: str, dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts[name]).astype(dtype))
@@ -318,7 +377,11 @@ def _micro_batch(
         student_logprobs=tensor("student", np.float32),
         weights=tensor("weight", np.float32),
         row=tensor("row", np.int64),
+        rewards=tensor("reward", np.float32),
+        age=tensor("age", np.int64),
         forwarded_tokens=sum(lengths),
         teacher_topk_ids=tensor("topk_ids", np.int64) if with_topk else None,
         teacher_topk_logprobs=tensor("topk_logprobs", np.float32) if with_topk else None,
+        extra_ids=tensor("extra_ids", np.int64) if n_extra else None,
+        extra_teacher_logprobs=tensor("extra_logprobs", np.float32) if n_extra else None,
     )

@@ -21,7 +21,8 @@ from divopd_gym.errors import DivOPDError
 from . import checkpoint as checkpoints
 from .collator import PackOptions, TurnCollator
 from .composer import BatchComposer
-from .config import DivOPDConfig, save_config
+from .config import DivOPDConfig
+from .config_files import save_config
 from .explorer.messages import EvalDone, Evaluate, PoolStatus, SetPolicy
 from .metrics_log import read_metrics
 from .progress import make_progress
@@ -155,6 +156,9 @@ class RunSession:
 
     def train_line(self, line: dict[str, Any]) -> None:
         """Write the line of the update that has just ended."""
+        weighting = self.trainer.weighting
+        if observe := getattr(weighting, "observe", None):
+            observe({**line, "update": self.update})
         self.last_line = self._write("train", self.update, self.trainer.model_version, line)
         self.progress.train(self.last_line)
 
@@ -204,6 +208,8 @@ class RunSession:
         del self._evaluations[message.request_id]
         self.trainer.policy_files.unpin(version)
         self._done_evaluations.add(version)
+        if observe := getattr(self.trainer.weighting, "observe_eval", None):
+            observe({**message.result, "update": version})
         line = self._write("eval", version, version, {**message.result, "asked_s": asked["asked_s"]})
         self.progress.evaluation(line)
 
@@ -289,8 +295,8 @@ class RunSession:
     def _open(self) -> None:
         c = self.args
         path, state = self._resumed or (None, None)
-        names = ("preset", "batch_rows", "pool_multiplier", "cap", "max_staleness", "max_pending_age", "seed")
-        settings = {name: getattr(c, name) for name in names}
+        names = ("batch_rows", "pool_multiplier", "cap", "max_staleness", "max_pending_age", "seed")
+        settings = {"preset": c.composer, **{name: getattr(c, name) for name in names}}
         start_time = time.time() - (state.wall_s if state else 0.0)
         self.writer = RunWriter(self.trainer.run_dir.path, start_time, None if state else settings)
         save_config(c, self.trainer.run_dir.config)

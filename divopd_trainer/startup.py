@@ -14,8 +14,10 @@ from divopd_gym.errors import ConfigError, DivOPDError
 
 from .chat import ChatCodec
 from .compat import compare_tokenizers
+from .composer import PRESETS
 from .config import DivOPDConfig
 from .explorer.config import ExplorerConfig
+from .registry import build
 from .run_dir import RunDir
 
 __all__ = [
@@ -237,15 +239,6 @@ def explorer_config(
     """
     # The checkpoint of an adapter is no whole model; its first policy file is, and is loaded before play begins.
     whole = checkpoint is not None and (checkpoint / "config.json").exists()
-    controller, options = "student", {}
-    if config.recovery:
-        controller = "recovery"
-        options = {
-            "patience": config.recovery_patience,
-            "budget": config.recovery_budget,
-            "warmup_updates": config.recovery_warmup,
-            "return_on_progress": config.recovery_return_on_progress,
-        }
     values = {
         "env_id": config.env_id,
         "env_kwargs": config.environment(),
@@ -263,10 +256,22 @@ def explorer_config(
         "max_tokens": config.max_tokens,
         "max_model_len": config.max_model_len,
         "temperature": config.temperature,
-        "teacher_topk": 0 if config.divergence == "sampled_reverse_kl" else config.teacher_top_k,
+        "teachers": config.teachers,
+        "teacher_routing": config.teacher_routing,
+        "teacher_topk": config.teacher_top_k if _needs_candidates(config) else 0,
+        "extra_samples": config.samples - 1 if config.divergence == "multi_sample_reverse_kl" else 0,
         "tokenizer_mismatch_limit": config.tokenizer_mismatch_limit,
-        "controller": controller,
-        "controller_kwargs": options,
+        "plugins": config.plugins or [],
+        "run_facts": config.facts(),
+        "controller": config.controller,
+        "controller_kwargs": config.controller_kwargs,
+        "horizon": config.horizon,
+        "horizon_kwargs": config.horizon_kwargs,
+        "probe_rollouts": config.probe_rollouts,
+        "review": config.review,
+        "review_kwargs": config.review_kwargs,
+        "lazy_scoring": config.lazy_scoring,
+        "pool_turns": _pool_turns(config),
         "batch_rows": config.batch_rows,
         "max_staleness": config.max_staleness,
         "load": config.load,
@@ -281,3 +286,17 @@ def explorer_config(
         "threads": config.explorer_threads,
     }
     return ExplorerConfig(**{**values, **more})
+
+
+def _needs_candidates(config: DivOPDConfig) -> bool:
+    if config.divergence in ("forward_kl_topk", "jsd_topk"):
+        return True
+    weighting = build("weighting", config.weighting, config.weighting_kwargs, config.facts())
+    return bool(getattr(weighting, "needs_topk", False))
+
+
+def _pool_turns(config: DivOPDConfig) -> int:
+    """Turns worth scoring ahead: the composer's pool, or the next batch and one more where it keeps none."""
+    preset = PRESETS.get(config.composer)
+    pooled = preset is None or preset.pooled
+    return config.batch_rows * (max(2, config.pool_multiplier) if pooled else 2)

@@ -8,13 +8,13 @@ Everything that TRL or transformers calls by name is guarded by tests/trainer/te
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch  # noqa: E402
 from accelerate.utils import is_peft_model  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
 from trl.experimental.async_distillation import AsyncDistillationTrainer  # noqa: E402
 from trl.experimental.async_distillation import async_distillation_trainer as trl_module  # noqa: E402
 
@@ -32,17 +31,19 @@ from divopd_gym.errors import ConfigError  # noqa: E402
 
 from . import checkpoint as checkpoints  # noqa: E402
 from . import losses  # noqa: E402
+from .advantage import Advantage  # noqa: E402
 from .collator import PackOptions  # noqa: E402
-from .composer import BatchComposer  # noqa: E402
+from .composer import PRESETS, BatchComposer  # noqa: E402
 from .config import DivOPDConfig  # noqa: E402
 from .packing import MicroBatch  # noqa: E402
 from .policy_files import PolicyFiles  # noqa: E402
+from .registry import build, resolve  # noqa: E402
 from .run_dir import RunDir  # noqa: E402
 from .session import RunSession, TrainingError  # noqa: E402
 from .streams import BatchStream  # noqa: E402
 from .weighting import RowWeighting  # noqa: E402
 
-__all__ = ["DivOPDTrainer", "RunResult", "TrainingError", "run"]
+__all__ = ["DivOPDTrainer", "TrainingError"]
 
 
 class DivOPDTrainer(AsyncDistillationTrainer):
@@ -53,8 +54,9 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         explorer: Plays and scores: ``explorer(state, checkpoint)`` returns an `ExplorerProcess` or anything with its
             methods. ``state`` is its part of the checkpoint that is resumed and ``checkpoint`` that folder (with
             the student as it was), both None in a new run. Called on the main process only.
-        composer: Replaces the one that ``args.method`` names.
-        weighting: A `divopd_trainer.weighting.RowWeighting`; None: mean over rows of the mean over valid tokens.
+        composer: Replaces the one that ``args.composer`` names.
+        weighting: A `divopd_trainer.weighting.RowWeighting`; replaces the one that ``args.weighting`` names.
+        advantage: A `divopd_trainer.advantage.Advantage`; replaces the one that ``args.advantage`` names.
         processing_class: Tokenizer; None: the student's.
         progress: Shows what happens; see `divopd_trainer.progress`. None: silent.
         peft_config: Adapter to train instead of all weights.
@@ -75,6 +77,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         explorer: Callable[[dict[str, Any] | None, Path | None], Any],
         composer: BatchComposer | None = None,
         weighting: RowWeighting | None = None,
+        advantage: Advantage | None = None,
         processing_class: Any = None,
         progress: Any = None,
         peft_config: Any = None,
@@ -110,16 +113,10 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         self.policy_files.size_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
-        self.composer = composer or BatchComposer(
-            args.preset,
-            batch_rows=args.batch_rows,
-            pool_multiplier=args.pool_multiplier,
-            cap=args.cap,
-            max_staleness=args.max_staleness,
-            max_pending_age=args.max_pending_age,
-            seed=args.seed,
-        )
-        self.weighting = weighting
+        self.composer = composer or make_composer(args)
+        facts = args.facts()
+        self.weighting = weighting or build("weighting", args.weighting, args.weighting_kwargs, facts)
+        self.advantage = advantage or build("advantage", args.advantage, args.advantage_kwargs, facts)
         self.skipped_updates = 0
         self._nonfinite_in_a_row = 0
         self._sums, self._batch = torch.zeros(4), {}
@@ -222,7 +219,10 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         micro = micro.to(self.accelerator.device)
         inner = model.get_base_model() if is_peft_model(model) else model
         ids, topk = micro.target_ids, micro.teacher_topk_ids
-        if self.args.divergence != "sampled_reverse_kl":
+        if self.args.divergence == "multi_sample_reverse_kl":
+            ids, drawn = losses.sample_candidates(micro)
+            micro = dataclasses.replace(micro, extra_teacher_logprobs=drawn)
+        elif self.args.divergence != "sampled_reverse_kl":
             if topk is None:
                 raise TrainingError(
                     f"divergence {self.args.divergence!r} needs the teacher's candidates, but a turn came without. "
@@ -231,9 +231,12 @@ class DivOPDTrainer(AsyncDistillationTrainer):
             ids = torch.cat([ids[:, None], topk.clamp_min(0)], 1)
         with self.accelerator.autocast():
             logp = losses.forward_logprobs(inner, micro, self.args.temperature, ids)
-        loss = self.token_loss(logp if logp.ndim == 1 else logp[:, 1:], micro)
+        candidates = self.args.divergence in ("forward_kl_topk", "jsd_topk")
+        loss = self.token_loss(logp[:, 1:] if candidates else logp, micro)
         with torch.no_grad():
-            now, used = (logp if logp.ndim == 1 else logp[:, 0]).detach(), micro.weights != 0
+            # Replies that are imitated have no log-prob at generation: nothing to compare with.
+            now = (logp if logp.ndim == 1 else logp[:, 0]).detach()
+            used = (micro.weights != 0) & torch.isfinite(micro.student_logprobs)
             gap = torch.where(used, now - micro.teacher_logprobs, 0.0).double()
             drift = torch.where(used, (now - micro.student_logprobs).abs(), 0.0).double()
             parts = torch.stack([gap.sum(), drift.sum(), used.sum().double()])
@@ -243,16 +246,20 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         """The loss of the micro-batch's tokens; override it for another objective.
 
         Args:
-            logp: float32, with gradient: [N], the student's log-probs of the trained tokens, or, for a divergence
-                over candidates, [N, K], its log-probs of the teacher's candidates.
+            logp: float32, with gradient: [N], the student's log-probs of the trained tokens; for a divergence over
+                candidates [N, K], its log-probs of the teacher's candidates; for the multi-sample estimate [N, K],
+                those of the draws, whose teacher log-probs are then ``micro.extra_teacher_logprobs`` [N, K].
             micro: Teacher log-probs, weights and the rest.
 
         Returns:
             A scalar; over all micro-batches and ranks it adds up to the batch's loss.
         """
         if self.args.divergence == "sampled_reverse_kl":
-            return losses.sampled_reverse_kl(
-                logp, micro.teacher_logprobs, micro.weights, beta=self.args.advantage_scale
+            advantage = self.advantage(logp.detach(), micro)
+            return losses.advantage_loss(logp, advantage, micro.weights, micro.rewards)
+        if self.args.divergence == "multi_sample_reverse_kl":
+            return losses.multi_sample_reverse_kl(
+                logp, micro.extra_teacher_logprobs, micro.weights, self.args.advantage_scale
             )
         absent = (micro.teacher_topk_ids < 0) | ~torch.isfinite(micro.teacher_topk_logprobs)
         teacher = micro.teacher_topk_logprobs.masked_fill(absent, -torch.inf)
@@ -398,63 +405,6 @@ class DivOPDTrainer(AsyncDistillationTrainer):
             return super().train(resume_from_checkpoint=path, **kwargs)
 
 
-@dataclass
-class RunResult:
-    """How a run ended.
-
-    Attributes:
-        update: Completed updates.
-        interrupted: The signal that ended it early, or None.
-        final_model: Where the student was saved; None when interrupted.
-        trainer: The trainer, for whoever wants more.
-    """
-
-    update: int
-    interrupted: str | None
-    final_model: Path | None
-    trainer: DivOPDTrainer
-
-
-def run(
-    config: DivOPDConfig, *, trainer_class: type[DivOPDTrainer] | None = None, **options: Any
-) -> RunResult:
-    """Check a run, train it, and save the student: what ``divopd train`` does.
-
-    Args:
-        config: The run's settings.
-        trainer_class: A subclass to use.
-        **options: More arguments of the trainer (composer, weighting, progress, ...).
-
-    Raises:
-        DivOPDError: See `divopd_trainer.startup.check_run` and `DivOPDTrainer.train`.
-    """
-    from .explorer.process import ExplorerProcess
-    from .startup import check_run, explorer_config
-
-    findings = check_run(config) if config.process_index == 0 else None
-
-    def explorer(state: dict[str, Any] | None, checkpoint: Path | None) -> ExplorerProcess:
-        update = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-        return ExplorerProcess(
-            explorer_config(config, checkpoint, update),
-            state=state,
-            max_restarts=config.max_explorer_restarts,
-        )
-
-    disable_progress_bar()
-    trainer = (trainer_class or DivOPDTrainer)(config, **{"explorer": explorer, **options})
-    if trainer.session is not None and findings is not None:
-        for note in findings.notes:
-            trainer.session.progress.note(note)
-    trainer.train()
-    interrupted = trainer.session.stop_reason if trainer.session is not None else None
-    final = None
-    if interrupted is None:
-        final = trainer.run_dir.final_model
-        trainer.save_model(str(final))
-    return RunResult(int(trainer.state.global_step), interrupted, final, trainer)
-
-
 class _SessionCallback(TrainerCallback):
     """Runs after TRL's own callbacks: weights are synced and the explorer is started before it."""
 
@@ -498,3 +448,18 @@ def _peak_flops_only_on_gpu(on_gpu: bool) -> Iterator[None]:
         yield
     finally:
         trl_module.get_peak_flops_per_device = original
+
+
+def make_composer(args: DivOPDConfig) -> BatchComposer:
+    """The composer that the settings name: a preset of ours, or an object with the methods of `BatchComposer`."""
+    settings = {
+        "batch_rows": args.batch_rows,
+        "pool_multiplier": args.pool_multiplier,
+        "cap": args.cap,
+        "max_staleness": args.max_staleness,
+        "max_pending_age": args.max_pending_age,
+        "seed": args.seed,
+    }
+    if args.composer in PRESETS:
+        return BatchComposer(args.composer, **settings)
+    return resolve("composer", args.composer)(**settings)

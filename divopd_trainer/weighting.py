@@ -7,6 +7,7 @@ happens later (packing, micro-batches, ranks) can change the gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -16,17 +17,37 @@ from divopd_gym.errors import ConfigError
 from .turns import Turn
 
 __all__ = [
-    "REDUCTIONS", "Reduction", "RowWeighting", "TurnOPDWeighting", "UniformWeighting", "turnopd_shares", "uniform_weights",
+    "REDUCTIONS", "Reduction", "RowWeighting", "TokenWeights", "TurnOPDWeighting", "UniformWeighting", "turnopd_shares",
+    "uniform_weights",
 ]  # fmt: skip
 
 Reduction = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"]
 REDUCTIONS: tuple[str, ...] = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
 
 
-class RowWeighting(Protocol):
-    """The seam: rows of a whole batch in, one weight a response token out."""
+@dataclass
+class TokenWeights:
+    """Weights of a batch's tokens. The loss is the sum over tokens of ``-(weight * advantage + reward) * ratio``.
 
-    def weights(self, rows: Sequence[Turn], update: int) -> list[np.ndarray]:
+    Attributes:
+        weights: For each row float64 [n], 0 at tokens that are not valid.
+        rewards: For each row float64 [n]: advantages that do not depend on the learner, times the token's share
+            (a group-normalised reward; 1 where a reply is imitated, which is its cross-entropy). None: 0.
+    """
+
+    weights: list[np.ndarray]
+    rewards: list[np.ndarray] | None = None
+
+
+class RowWeighting(Protocol):
+    """The seam: rows of a whole batch in, one weight a response token out.
+
+    Optional: ``annotate(rollout)`` is called once when a rollout arrives and may write JSON values into the ``info``
+    of its turns; ``observe(line)`` and ``observe_eval(line)`` get the train and evaluation lines; ``state_dict()`` and
+    ``load_state_dict(state)`` with JSON values.
+    """
+
+    def weights(self, rows: Sequence[Turn], update: int) -> list[np.ndarray] | TokenWeights:
         """For each row float64 [n], 0 at tokens that are not valid."""
         ...
 

@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
     if not argv or any(argument in ("-h", "--help", "--help_all") for argument in argv):
         print(settings_help(everything="--help_all" in argv))
         return 0
-    from ..config import parse_config
-    from ..trainer import run
+    from ..config_files import parse_config
+    from ..running import run
 
     config = parse_config(argv)
     result = run(config)

@@ -11,7 +11,7 @@ from typing import Any
 from divopd_gym.errors import ConfigError
 from divopd_gym.prompts import history_pairs
 
-from ..controller import make_controller
+from ..registry import build, import_plugins
 from .episode import EpisodeLimits
 
 __all__ = ["ExplorerConfig"]
@@ -46,10 +46,20 @@ class ExplorerConfig:
         temperature: Sampling temperature in training.
         teacher_topk: Candidates a token that the teacher reports; 0 = the sampled token only.
         tokenizer_mismatch_limit: Largest share of token ids that may mean something else to the teacher.
-        controller: "student", "recovery" or "guided".
+        teachers: More teachers by label: paths or names.
+        teacher_routing: Pattern over task ids -> label; the first that fits decides, other tasks go to `teacher`.
+        extra_samples: Tokens that the student draws beside each realised one, for the teacher to score.
+        plugins: Modules and .py files to import first.
+        run_facts: What parts may ask of the run; see `divopd_trainer.registry.build`.
+        controller: A name in `divopd_trainer.registry`, or a picklable `Controller`.
         controller_kwargs: Its options.
-        horizon: Factory "module:function" of an object with ``turns(update) -> int`` and, if it learns from
-            them, ``observe(rollout)`` for finished rollouts; called with this config. None = `max_turns`.
+        horizon: A name in `divopd_trainer.registry`, or a picklable `Horizon`.
+        horizon_kwargs: Its options.
+        probe_rollouts: Full-depth rollouts of one probe.
+        review: What happens to a finished rollout before it is sent: a name in the registry; None = nothing.
+        review_kwargs: Its options.
+        lazy_scoring: Score only rollouts that the composer can still use.
+        pool_turns: Turns that the composer's pool holds; lazy scoring goes by it. None = four batches.
         batch_rows: Turns that one update trains (B); pacing goes by it.
         max_staleness: Updates that a turn's version may lag (delta); pacing goes by it.
         load: Turns produced a turn trained; None = as fast as possible.
@@ -94,9 +104,20 @@ class ExplorerConfig:
     temperature: float = 1.0
     teacher_topk: int = 0
     tokenizer_mismatch_limit: float = 0.05
-    controller: str = "student"
+    teachers: dict[str, str] = field(default_factory=dict)
+    teacher_routing: dict[str, str] = field(default_factory=dict)
+    extra_samples: int = 0
+    plugins: Sequence[str] = ()
+    run_facts: dict[str, Any] = field(default_factory=dict)
+    controller: Any = "student"
     controller_kwargs: dict[str, Any] = field(default_factory=dict)
-    horizon: str | None = None
+    horizon: Any = "fixed"
+    horizon_kwargs: dict[str, Any] = field(default_factory=dict)
+    probe_rollouts: int = 16
+    review: Any = None
+    review_kwargs: dict[str, Any] = field(default_factory=dict)
+    lazy_scoring: bool = False
+    pool_turns: int | None = None
     batch_rows: int = 64
     max_staleness: int = 2
     load: float | None = 1.0
@@ -119,8 +140,10 @@ class ExplorerConfig:
         history_pairs(self.history)
         self.limits()
         self.make_controller()
+        self.make_horizon()
         at_least = {"workers": 1, "group": 1, "batch_rows": 1, "max_staleness": 0, "max_concurrent": 1}
         at_least |= {"max_failures": 1, "seed": 0, "threads": 1, "recycle_after": 1, "teacher_topk": 0}
+        at_least |= {"extra_samples": 0, "probe_rollouts": 1}
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected at least {least}.")
@@ -130,7 +153,7 @@ class ExplorerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a number above 0.")
         if self.load is not None and not self.load > 0:
             raise ConfigError(f"load is {self.load}; expected a number above 0, or None for no pacing.")
-        for name in ("engine", "pool", "horizon"):
+        for name in ("engine", "pool"):
             value = getattr(self, name)
             if value not in (None, "local", "processes") and value.count(":") != 1:
                 raise ConfigError(f"{name} is {value!r}; expected an importable factory 'module:function'.")
@@ -146,9 +169,28 @@ class ExplorerConfig:
         """The limits of a training episode."""
         return EpisodeLimits(self.max_turns, self.max_tokens, self.max_model_len, self.episode_timeout_s)
 
+    def facts(self) -> dict[str, Any]:
+        """What parts may ask of the run by the names of their parameters."""
+        return {"max_turns": self.max_turns, "seed": self.seed, "group": self.group, **self.run_facts}
+
     def make_controller(self) -> Any:
         """The controller of training episodes."""
-        return make_controller(self.controller, self.controller_kwargs)
+        return self._part("controller")
+
+    def make_horizon(self) -> Any:
+        """The horizon of training episodes."""
+        return self._part("horizon")
+
+    def make_review(self) -> Any:
+        """What happens to finished rollouts; None = nothing."""
+        return self._part("review")
+
+    def _part(self, seam: str) -> Any:
+        part = getattr(self, seam)
+        if not isinstance(part, str):
+            return part
+        import_plugins(self.plugins)
+        return build(seam, part, getattr(self, f"{seam}_kwargs"), self.facts())
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ExplorerConfig:

@@ -9,6 +9,7 @@ import importlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class Engines:
             the first one; its weights are loaded before each. None: evaluations are refused.
         teacher_vocabulary: bool [V], the student's token ids that mean the same to the teacher; None = all.
         info: What to report at the start.
+        others: More teachers by label, each with its vocabulary as above.
+        routing: Pattern over task ids -> label; the first that fits decides, `teacher` has the other tasks.
     """
 
     student: Any
@@ -40,6 +43,15 @@ class Engines:
     make_eval_student: Callable[[], Any] | None = None
     teacher_vocabulary: np.ndarray | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, tuple[Any, np.ndarray | None]] = field(default_factory=dict)
+    routing: dict[str, str] = field(default_factory=dict)
+
+    def teacher_for(self, task: str) -> tuple[Any, np.ndarray | None]:
+        """The teacher of a task (None where there is none) and its vocabulary (MOPD, arXiv 2606.30406)."""
+        for pattern, label in self.routing.items():
+            if fnmatchcase(task, pattern):
+                return self.others[label]
+        return self.teacher, self.teacher_vocabulary
 
 
 def import_factory(name: str, field: str) -> Callable[..., Any]:
@@ -91,12 +103,13 @@ def _local_engines(config: ExplorerConfig) -> Engines:
     codec = ChatCodec(tokenizer)
     options.setdefault("stop_ids", codec.end_of_turn_ids)
     student = LocalStudent(config.student, policy_version=config.policy_version, **options)
-    teacher, vocabulary = None, None
-    if config.teacher:
-        teacher = LocalTeacher(
-            config.teacher, temperature=config.temperature, **_teacher_options(options, config)
-        )
-        vocabulary = _shared_vocabulary(config, tokenizer)
+
+    def load_teacher(path: str) -> tuple[Any, np.ndarray | None]:
+        model = LocalTeacher(path, temperature=config.temperature, **_teacher_options(options, path))
+        return model, _shared_vocabulary(config, path, tokenizer)
+
+    teacher, vocabulary = load_teacher(config.teacher) if config.teacher else (None, None)
+    others = {label: load_teacher(path) for label, path in config.teachers.items()}
 
     def make_eval_student() -> Any:
         return LocalStudent(config.student, policy_version=config.policy_version, **options)
@@ -107,28 +120,30 @@ def _local_engines(config: ExplorerConfig) -> Engines:
         "max_model_len": student.max_model_len,
         "masked_token_ids": 0 if vocabulary is None else int((~vocabulary).sum()),
     }
-    return Engines(student, codec, teacher, make_eval_student, vocabulary, info)
+    return Engines(
+        student, codec, teacher, make_eval_student, vocabulary, info, others, dict(config.teacher_routing)
+    )
 
 
-def _teacher_options(options: dict[str, Any], config: ExplorerConfig) -> dict[str, Any]:
+def _teacher_options(options: dict[str, Any], path: str) -> dict[str, Any]:
     """A shorter teacher context than the student's is no error: what lies beyond it stays unscored."""
     from transformers import AutoConfig
 
-    allowed = getattr(AutoConfig.from_pretrained(config.teacher), "max_position_embeddings", None)
+    allowed = getattr(AutoConfig.from_pretrained(path), "max_position_embeddings", None)
     wanted = options["max_model_len"]
     return {**options, "max_model_len": min(wanted, allowed) if wanted and allowed else wanted}
 
 
-def _shared_vocabulary(config: ExplorerConfig, tokenizer: Any) -> np.ndarray | None:
+def _shared_vocabulary(config: ExplorerConfig, path: str, tokenizer: Any) -> np.ndarray | None:
     from transformers import AutoTokenizer
 
     from ..compat import compare_tokenizers
 
     try:
-        teachers = AutoTokenizer.from_pretrained(config.teacher)
+        teachers = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The teacher {config.teacher!r} has no readable tokenizer ({error}); expected one beside the model, to "
+            f"The teacher {path!r} has no readable tokenizer ({error}); expected one beside the model, to "
             "compare it with the student's. Save the tokenizer into the teacher's directory."
         ) from error
     report = compare_tokenizers(tokenizer, teachers)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ import numpy as np
 
 from divopd_gym.errors import ConfigError, DivOPDError
 from divopd_gym.prompts import history_pairs
+from divopd_gym.prompts.base import ParsedAction
 
 from ..controller import Controller, StudentOnly
 from ..engines.base import GenerateRequest, Generation, TokenScores
@@ -83,7 +84,8 @@ async def run_episode(
     score: bool = True,
     update: int = 0,
     evaluating: bool = False,
-    horizon: Callable[[int], int] | None = None,
+    max_turns: int | None = None,
+    extra_samples: int = 0,
     teacher_vocabulary: np.ndarray | None = None,
     topk: int = 0,
 ) -> Rollout:
@@ -107,7 +109,8 @@ async def run_episode(
         score: Whether the teacher scores the episode.
         update: Updates the learner has completed.
         evaluating: The student plays alone whatever the controller says.
-        horizon: Gives the turns that this rollout may take, from `update`; `limits.max_turns` bounds it.
+        max_turns: Turns that this rollout may take; `limits.max_turns` bounds it.
+        extra_samples: Tokens that the student draws beside each realised one, for the teacher to score.
         teacher_vocabulary: bool [V], token ids that mean the same to the teacher; None = all.
         topk: Teacher candidates a token to keep.
 
@@ -129,9 +132,11 @@ async def run_episode(
         temperature=temperature,
         run_seed=run_seed,
         greedy=greedy,
+        extra_samples=extra_samples,
+        teacher_vocabulary=teacher_vocabulary,
     )
     setting = controller or StudentOnly()
-    max_turns = limits.max_turns if horizon is None else max(1, min(horizon(update), limits.max_turns))
+    max_turns = limits.max_turns if max_turns is None else max(1, min(max_turns, limits.max_turns))
     try:
         rollout = await episode.play(setting, max_turns, update, evaluating)
         if score and teacher is not None:
@@ -188,7 +193,10 @@ async def score_rollout(
         turns = [rollout.turns[place] for place in places]
         spans = [(turn.start, turn.end) for turn in turns]
         ids = turns[0].segment.token_ids[: spans[-1][1]]
-        scores = await (teacher.score(ids, spans, topk) if topk else teacher.score(ids, spans))
+        options: dict[str, Any] = {"topk": topk} if topk else {}
+        if any(turn.extra_ids is not None for turn in turns):
+            options["candidates"] = [turn.extra_ids for turn in turns]
+        scores = await teacher.score(ids, spans, **options)
         for place, turn, found in zip(places, turns, scores):
             rollout.turns[place] = _scored(turn, found, teacher_vocabulary)
 
@@ -226,6 +234,7 @@ class _Episode:
         self.last_response: np.ndarray | None = None
         self.past: list[tuple[str, str]] = []
         self.turns: list[Turn] = []
+        self.imitate = False
         self.timings = {"reset_s": 0.0, "env_s": 0.0, "student_s": 0.0, "teacher_s": 0.0}
 
     def time_left(self) -> float:
@@ -251,9 +260,18 @@ class _Episode:
             "the reset", "reset_s", self.env.reset(task=self.task, seed=seed)
         )
         task = self.task if self.task is not None else str(info["task"])
+        reference = None
+        if getattr(setting, "needs_reference", False) and not evaluating:
+            reference = await self.timed("the reference trajectory", "reset_s", self.env.call("gold_path"))
         controls = setting.begin(
-            run_seed=self.run_seed, task=task, attempt=self.attempt, update=update, evaluating=evaluating
+            run_seed=self.run_seed,
+            task=task,
+            attempt=self.attempt,
+            update=update,
+            evaluating=evaluating,
+            reference=reference,
         )
+        self.imitate = getattr(setting, "imitates", False)
         reward, terminated, truncated, done_reason = 0.0, False, False, None
         while True:
             turn = len(self.turns)
@@ -261,7 +279,10 @@ class _Episode:
                 truncated, done_reason = True, "turn_limit"
                 break
             actor = Actor.STUDENT.value if evaluating else controls.actor(turn)
-            answer = await self.respond(turn, actor, observation, info, task)
+            if actor == Actor.REPLAY.value:
+                answer = self.replay(turn, controls.replayed(turn), observation, info)
+            else:
+                answer = await self.respond(turn, actor, observation, info, task)
             if answer is None:
                 truncated, done_reason = True, "context_overflow"
                 break
@@ -315,6 +336,31 @@ class _Episode:
             },
         )
 
+    def replay(self, turn: int, action: str, observation: str, info: dict) -> Any:
+        """Append a given action as if it had been said; it carries no loss. None when it does not fit."""
+        self.open_turn(turn, observation, info)
+        ids = self.codec.reply(self.prompt.reply(action))
+        limit = self.limits.max_model_len
+        if limit is not None and len(self.segment) + len(ids) >= limit:
+            return None
+        start, end = self.segment.append(ids)
+        self.last_response = self.segment.token_ids[start:end]
+        self.turns.append(
+            make_turn(
+                rollout_id=self.rollout_id,
+                index=turn,
+                segment=self.segment,
+                start=start,
+                end=end,
+                student_logprobs=np.full(end - start, np.nan, np.float32),
+                policy_version=self.student.policy_version,
+                actor=Actor.REPLAY,
+                action=action,
+                observation=observation,
+            )
+        )
+        return ParsedAction(action, True)
+
     async def respond(self, turn: int, actor: str, observation: str, info: dict, task: str) -> Any:
         """Have one reply written and append its turn; the parsed action, or None when no token fits."""
         self.open_turn(turn, observation, info)
@@ -337,6 +383,7 @@ class _Episode:
             cache_key=self.cache_key if self.window is None else None,
             greedy=self.greedy,
             stop_ids=tuple(self.codec.end_of_turn_ids),
+            **({"extra_samples": self.extra_samples} if self.extra_samples and not by_teacher else {}),
         )
         generation: Generation = await self.timed(
             f"the {actor}'s reply", "teacher_s" if by_teacher else "student_s", engine.generate(request)
@@ -356,6 +403,12 @@ class _Episode:
         self.last_response = self.segment.token_ids[start:end]
         parsed = self.prompt.parse(self.codec.decode(self.last_response), info)
         own = np.asarray(generation.logprobs, np.float32)
+        about = {} if parsed.why is None else {"parse": parsed.why}
+        mask = None
+        if by_teacher and self.imitate:
+            about["imitate"] = True
+            if self.teacher_vocabulary is not None:
+                mask = _known(self.last_response, self.teacher_vocabulary)
         self.turns.append(
             make_turn(
                 rollout_id=self.rollout_id,
@@ -366,13 +419,15 @@ class _Episode:
                 # The student never said what the teacher wrote: there is no log-prob to record.
                 student_logprobs=np.full(end - start, np.nan, np.float32) if by_teacher else own,
                 teacher_logprobs=own if by_teacher else None,
+                teacher_mask=mask,
+                extra_ids=None if by_teacher else getattr(generation, "extra_ids", None),
                 policy_version=self.student.policy_version if by_teacher else generation.policy_version,
                 stop_reason=generation.stop_reason,
                 actor=actor,
                 action=parsed.action,
                 action_valid=parsed.valid,
                 observation=observation,
-                info={} if parsed.why is None else {"parse": parsed.why},
+                info=about,
             )
         )
         return parsed
@@ -399,16 +454,22 @@ def _with_action_invalid(turn: Turn) -> Turn:
 
 def _scored(turn: Turn, found: Any, vocabulary: np.ndarray | None) -> Turn:
     """A turn with what an engine found for its span: an array, or `TokenScores`, or None."""
-    logprobs, top_ids, top_logprobs = found, None, None
+    logprobs, top_ids, top_logprobs, drawn = found, None, None, None
     if isinstance(found, TokenScores):
-        logprobs, top_ids, top_logprobs = found.logprobs, found.topk_ids, found.topk_logprobs
+        logprobs, drawn = found.logprobs, getattr(found, "candidate_logprobs", None)
+        if np.size(found.topk_ids):
+            top_ids, top_logprobs = found.topk_ids, found.topk_logprobs
     mask = None
     if vocabulary is not None:
         mask = _known(turn.response_ids, vocabulary)
         if top_ids is not None:
             # The learner would look them up in the student's own vocabulary.
             top_ids = np.where(_known(top_ids, vocabulary), top_ids, -1)
-    return score_turn(turn, logprobs, mask, top_ids, top_logprobs)
+        if turn.extra_ids is not None and drawn is not None:
+            drawn = np.where(_known(turn.extra_ids, vocabulary), drawn, np.nan)
+    return score_turn(
+        turn, logprobs, mask, top_ids, top_logprobs, drawn if turn.extra_ids is not None else None
+    )
 
 
 def _known(ids: np.ndarray, vocabulary: np.ndarray) -> np.ndarray:

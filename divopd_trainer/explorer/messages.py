@@ -57,11 +57,13 @@ class ExplorerState:
             played again. None = a fresh start.
         next_rollout_id: The number that the next finished rollout gets.
         counters: Counters so far, so that they go on rising.
+        depth: `DepthControl.state_dict`; None = a fresh start.
     """
 
     schedule: dict[str, Any] | None = None
     next_rollout_id: int = 0
     counters: dict[str, float] = field(default_factory=dict)
+    depth: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -69,6 +69,7 @@ class Pacer:
         self._ema, self._margin = ema, margin
         self._flights: dict[int, _Flight] = {}
         self._sent = 0
+        self._held = 0
         self._with_learner = 0
         self._received = 0
         self._wanted = 0
@@ -100,6 +101,20 @@ class Pacer:
         off = valid_turns - self.expected_turns
         self.expected_turns += self._ema * off
         self._variance = (1 - self._ema) * (self._variance + self._ema * off * off)
+
+    def hold(self, usable: int) -> None:
+        """Turns of an ended episode are kept back; `end` was told of 0 usable ones."""
+        self._held += usable
+
+    def deliver(self, held: int, usable: int) -> None:
+        """Turns that were kept back are sent now.
+
+        Args:
+            held: As given to `hold`.
+            usable: Those of them that are not stale by now.
+        """
+        self._held -= held
+        self._sent += usable
 
     def pool(self, *, composed: int, available: int, wanted: int, received: int) -> None:
         """The learner reports.
@@ -137,7 +152,7 @@ class Pacer:
     @property
     def outstanding(self) -> float:
         """Turns delivered and not yet trained, and those expected."""
-        return self.delivered + self.in_flight_turns
+        return self.delivered + self._held + self.in_flight_turns
 
     @property
     def allowed(self) -> float:

@@ -20,17 +20,15 @@ from typing import Any
 from divopd_gym.errors import DivOPDError
 from divopd_gym.prompts import get_prompt
 
-from ..turns import Rollout
+from ..registry import import_plugins
 from .channel import Channel, end_with_parent
 from .config import ExplorerConfig
 from .counters import Counters
 from .deadline import within
-from .engines import Engines, build_engines, import_factory
+from .engines import Engines, build_engines
 from .environments import ask_env, make_pool
-from .episode import renumber, run_episode, score_rollout
 from .evaluations import Evaluations
 from .messages import (
-    EpisodeFailed,
     Evaluate,
     ExplorerError,
     ExplorerState,
@@ -40,18 +38,17 @@ from .messages import (
     PolicyLoaded,
     PoolStatus,
     Ready,
-    RolloutDone,
     SetPolicy,
     StateReply,
     Stop,
 )
 from .pacing import Pacer
-from .tasks import TaskSchedule, Ticket
+from .tasks import TaskSchedule
+from .training import TrainingEpisodes
 
 __all__ = ["Explorer", "explorer_main"]
 
 _ORPHAN_GRACE_S = 3.0
-_BARREN_PER_FAILURE = 5
 
 
 def explorer_main(
@@ -96,21 +93,6 @@ async def _live(explorer: Explorer, channel: Channel) -> None:
     os._exit(code)
 
 
-class _Handle:
-    """An environment handle that reports each turn played."""
-
-    def __init__(self, handle: Any, played: Any) -> None:
-        self._handle, self._played = handle, played
-
-    async def reset(self, task: str | None = None, seed: int | None = None) -> tuple[str, dict]:
-        return await self._handle.reset(task=task, seed=seed)
-
-    async def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        outcome = await self._handle.step(action)
-        self._played()
-        return outcome
-
-
 class Explorer:
     """Plays episodes until told to stop; see the module.
 
@@ -125,12 +107,9 @@ class Explorer:
         self, config: ExplorerConfig, state: ExplorerState, channel: Any, policy: SetPolicy | None = None
     ) -> None:
         self.config, self.channel = config, channel
-        self.next_rollout_id = state.next_rollout_id
         self.counters = Counters(state.counters)
         self._saved_schedule = state.schedule
         self.update = config.policy_version
-        self.controller = config.make_controller()
-        self.horizon = None
         self.pacer = Pacer(
             batch_rows=config.batch_rows,
             max_staleness=config.max_staleness,
@@ -145,14 +124,12 @@ class Explorer:
         self.evaluations: Evaluations | None = None
         self._policy = policy
         self._policy_event = asyncio.Event()
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._broken: asyncio.Future[None] | None = None
-        self._failed_in_row = 0
-        self._first_cause = ""
-        self._barren_in_row = 0
         self._jobs: set[asyncio.Task] = set()
-        self._serial = 0
+        import_plugins(config.plugins)
+        self.training = TrainingEpisodes(self, state)
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -194,20 +171,15 @@ class Explorer:
             **self.engines.info,
             **self._env_info,
         }
-        state = ExplorerState(
-            self.schedule.state_dict(), self.next_rollout_id, dict(self.counters.totals)
-        ).to_dict()
-        self.channel.send(Ready(info, state))
-        loops = [self._dispatch(), self._load_policies(), self._beat()]
-        done, _ = await asyncio.wait([self._job(part) for part in loops], return_when=asyncio.FIRST_COMPLETED)
+        self.channel.send(Ready(info, self._state()))
+        loops = [self.training.dispatch(), self._load_policies(), self._beat()]
+        done, _ = await asyncio.wait([self.job(part) for part in loops], return_when=asyncio.FIRST_COMPLETED)
         for part in done:
             part.result()
 
     async def _start(self) -> None:
         config = self.config
         self.prompt = get_prompt(config.env_id, config.prompt_style, history=config.history)
-        if config.horizon is not None:
-            self.horizon = import_factory(config.horizon, "horizon")(config)
         self.pool = make_pool(config, config.env_kwargs, config.workers)
         pool = asyncio.ensure_future(self.pool.start())
         self.engines = await asyncio.to_thread(build_engines, config)
@@ -248,7 +220,8 @@ class Explorer:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
-    def _job(self, work: Any) -> asyncio.Task:
+    def job(self, work: Any) -> asyncio.Task:
+        """Run a coroutine beside the others; an error of it ends the explorer."""
         job = asyncio.ensure_future(work)
         self._jobs.add(job)
         job.add_done_callback(self._ended)
@@ -257,9 +230,10 @@ class Explorer:
     def _ended(self, job: asyncio.Task) -> None:
         self._jobs.discard(job)
         if not job.cancelled() and job.exception() is not None:
-            self._break(job.exception())
+            self.give_up(job.exception())
 
-    def _break(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
+        """End the explorer with this error."""
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
 
@@ -282,15 +256,22 @@ class Explorer:
                 wanted=message.wanted,
                 received=message.received,
             )
-            self._wake.set()
+            self.training.gate.pump()
+            self.wake.set()
         elif isinstance(message, GetState):
             # No await lies between finishing a ticket and sending its rollout, so this cut is clean.
-            state = ExplorerState(
-                self.schedule.state_dict(), self.next_rollout_id, dict(self.counters.totals)
-            )
-            self.channel.send(StateReply(message.request_id, state.to_dict()))
+            self.channel.send(StateReply(message.request_id, self._state()))
         elif isinstance(message, Evaluate) and self.evaluations.is_new(message.request_id):
-            self._job(self._evaluate(message))
+            self.job(self._evaluate(message))
+
+    def _state(self) -> dict[str, Any]:
+        totals = dict(self.counters.totals)
+        return ExplorerState(
+            self.schedule.state_dict(),
+            self.training.next_rollout_id,
+            totals,
+            self.training.depth.state_dict(),
+        ).to_dict()
 
     async def _load_policies(self) -> None:
         """Load the newest weights asked for; older ones that were overtaken meanwhile are skipped."""
@@ -314,132 +295,17 @@ class Explorer:
                 f"{self.config.load_timeout_s:.0f} s): {type(error).__name__}: {error}"
             ) from error
         self.pacer.policy(asked.version)
+        self.training.gate.pump()
         self.counters.add("policy_loads")
         self.channel.send(PolicyLoaded(asked.version))
-        self._wake.set()
+        self.wake.set()
 
-    # --- training episodes -------------------------------------------------------------------------------------
-
-    async def _dispatch(self) -> None:
-        while True:
-            self._wake.clear()
-            while self.pacer.wants_more():
-                ticket = self.schedule.take()
-                if ticket is None:
-                    break
-                self._serial += 1
-                self.pacer.begin(self._serial)
-                self._job(self._episode(self._serial, ticket))
-            with contextlib.suppress(asyncio.TimeoutError):
-                await within(1.0, self._wake.wait())
-
-    async def _episode(self, key: int, ticket: Ticket) -> None:
-        """Play one ticket to its end, whatever that is."""
-        try:
-            rollout, scored = await self._play(key, ticket)
-        except asyncio.CancelledError:
-            self.pacer.end(key, None)
-            self.schedule.give_back(ticket)
-            raise
-        except Exception as error:
-            self._count_failure(key, ticket, error)
-        else:
-            oldest = self.pacer.oldest_usable
-            valid = len(rollout.valid_turns)
-            usable = sum(turn.policy_version >= oldest for turn in rollout.valid_turns)
-            renumber(rollout, self.next_rollout_id)
-            rollout.meta.update(epoch=ticket.epoch, place=ticket.place)
-            self.next_rollout_id += 1
-            self.counters.episode(rollout, stale=valid - usable, scored=scored)
-            self.pacer.end(key, valid if scored else len(rollout.turns), usable)
-            self.schedule.finish(ticket)
-            if observe := getattr(self.horizon, "observe", None):
-                observe(rollout)
-            self.channel.send(RolloutDone(rollout, ticket, usable))
-            self._failed_in_row = 0
-            self._check_barren(rollout, scored and not valid)
-        finally:
-            self._wake.set()
-
-    async def _play(self, key: int, ticket: Ticket) -> tuple[Any, bool]:
-        config, engines = self.config, self.engines
-        deadline = time.monotonic() + config.episode_timeout_s
-        handle = await within(config.episode_timeout_s, self.pool.acquire(), self.pool.release)
-        try:
-            rollout = await run_episode(
-                rollout_id=key,
-                task=ticket.task,
-                attempt=ticket.attempt,
-                env=_Handle(handle, lambda: self.pacer.played(key)),
-                student=engines.student,
-                teacher=engines.teacher,
-                codec=engines.codec,
-                prompt=self.prompt,
-                history=config.history,
-                limits=config.limits(),
-                controller=self.controller,
-                temperature=config.temperature,
-                run_seed=config.seed,
-                score=False,
-                update=self.update,
-                horizon=None if self.horizon is None else self._turns_allowed,
-            )
-        finally:
-            # Scoring needs no environment; the next episode can have it.
-            self.pool.release(handle)
-        if engines.teacher is None:
-            return rollout, False
-        oldest = self.pacer.oldest_usable
-        if rollout.turns and all(turn.policy_version < oldest for turn in rollout.turns):
-            return rollout, False
-        await score_rollout(
-            rollout,
-            engines.teacher,
-            teacher_vocabulary=engines.teacher_vocabulary,
-            topk=config.teacher_topk,
-            timeout_s=max(1.0, deadline - time.monotonic()),
-        )
-        return rollout, True
-
-    def _turns_allowed(self, completed: int) -> int:
-        # Horizons number updates from 1: the one that is trained next.
-        return self.horizon.turns(completed + 1)
-
-    def _count_failure(self, key: int, ticket: Ticket, error: Exception) -> None:
-        why = str(error) if isinstance(error, DivOPDError) else f"{type(error).__name__}: {error}"
-        self.pacer.end(key, None)
-        self.schedule.finish(ticket, dropped=True)
-        self.counters.add("episodes_failed")
-        self.channel.send(EpisodeFailed(ticket.task, ticket.attempt, why, ticket))
-        self._failed_in_row += 1
-        if self._failed_in_row == 1:
-            self._first_cause = why
-        if self._failed_in_row >= self.config.max_failures:
-            self._break(
-                ExplorerError(
-                    f"{self._failed_in_row} episodes in a row failed (max_failures); the first: {self._first_cause}"
-                )
-            )
-
-    def _check_barren(self, rollout: Rollout, barren: bool) -> None:
-        """Stop a run in which every episode is scored and nothing can ever train: the learner would wait for ever."""
-        self._barren_in_row = self._barren_in_row + 1 if barren else 0
-        limit = _BARREN_PER_FAILURE * self.config.max_failures
-        if self._barren_in_row >= limit:
-            why = sorted({turn.why_not for turn in rollout.turns if turn.why_not})
-            self._break(
-                ExplorerError(
-                    f"{limit} scored episodes in a row held no turn that can train (reasons in the last one: {why}); "
-                    "see that the teacher's context and vocabulary fit the student's."
-                )
-            )
+    # --- evaluations and signs of life ---------------------------------------------------------------------------
 
     async def _evaluate(self, asked: Evaluate) -> None:
         done = await self.evaluations.play(asked)
         self.counters.add("evaluations" if done.error is None else "evaluations_failed")
         self.channel.send(done)
-
-    # --- signs of life -----------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
         while True:
@@ -453,6 +319,7 @@ class Explorer:
                 "in_flight": pacer.in_flight,
                 "outstanding_turns": pacer.outstanding,
                 "allowed_turns": min(pacer.allowed, 1e9),
+                "unscored_waiting": self.training.gate.waiting,
                 "expected_turns": pacer.expected_turns,
                 "policy_version": pacer.version,
                 "success_rate": self.counters.success_rate,

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 def distil(tmp_path, **changes):
     """One run with the demo's settings; returns its run directory."""
-    from divopd_trainer.config import load_config
-    from divopd_trainer.trainer import run
+    from divopd_trainer.config_files import load_config
+    from divopd_trainer.running import run
 
     values = yaml.safe_load(CONFIG.read_text())
     values |= {"model": str(ROOT / values["model"]), "teacher": str(ROOT / values["teacher"])}

@@ -256,5 +256,5 @@ class GrowingHorizon:
         self.seen += 1
 
 
-def make_horizon(config):
+def make_horizon():
     return GrowingHorizon()

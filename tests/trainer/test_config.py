@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from divopd_gym.errors import ConfigError, DivOPDError
-from divopd_trainer.config import DivOPDConfig, config_from_mapping, load_config, parse_config, save_config
+from divopd_trainer.config import DivOPDConfig
+from divopd_trainer.config_files import config_from_mapping, load_config, parse_config, save_config
 
 
 @pytest.fixture

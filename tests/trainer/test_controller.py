@@ -7,8 +7,9 @@ from fakes import ByteCodec, CounterEnv, FakeStudent, FakeTeacher, LocalHandle
 
 from divopd_gym.errors import ConfigError
 from divopd_gym.prompts import get_prompt
-from divopd_trainer.controller import GuidedOPD, Recovery, StudentOnly, make_controller
+from divopd_trainer.controller import TCODB2F, GuidedOPD, Recovery, StudentOnly
 from divopd_trainer.explorer.episode import EpisodeLimits, run_episode
+from divopd_trainer.registry import build
 
 HERE = {"run_seed": 0, "task": "t", "attempt": 0, "update": 0, "evaluating": False}
 
@@ -79,8 +80,24 @@ def test_guided_teacher_share_is_the_probability_and_a_replay_draws_the_same():
 
 
 def test_controllers_are_found_by_name_with_their_options():
-    assert make_controller() == StudentOnly()
-    assert make_controller("recovery", {"patience": 2, "budget": 6, "warmup_updates": 50}).patience == 2
+    assert build("controller", "student") == StudentOnly()
+    options = {"patience": 2, "budget": 6, "warmup_updates": 50}
+    assert build("controller", "recovery", options).patience == 2
+    assert build("controller", "guided", {}, {"updates": 40, "seed": 1}) == GuidedOPD(40)
+
+
+def test_b2f_replays_all_but_the_last_action_and_one_less_every_few_updates():
+    b2f = TCODB2F(every=4)
+    assert [b2f.replayed_turns(6, update) for update in (0, 3, 4, 8, 20, 100)] == [5, 5, 4, 3, 0, 0]
+    episode = b2f.begin(**{**HERE, "update": 8, "reference": list("abcdef")})
+    assert [episode.actor(t) for t in range(5)] == ["replay"] * 3 + ["student"] * 2
+    assert [episode.replayed(t) for t in range(3)] == list("abc")
+    assert b2f.begin(**{**HERE, "evaluating": True}).actor(0) == "student"
+
+
+def test_b2f_without_a_reference_names_the_task_and_the_way_out():
+    with pytest.raises(ConfigError, match="none for task.*tcod-f2b"):
+        TCODB2F().begin(**HERE)
 
 
 @pytest.mark.parametrize(
@@ -95,4 +112,4 @@ def test_controllers_are_found_by_name_with_their_options():
 )
 def test_unknown_or_impossible_setting_is_refused_by_name(name, options, words):
     with pytest.raises(ConfigError, match=words):
-        make_controller(name, options)
+        build("controller", name, options)

@@ -124,10 +124,10 @@ def test_horizon_ends_the_episode_before_the_context_is_looked_at():
     assert (rollout.done_reason, rollout.turns_played, rollout.done) == ("turn_limit", 2, False)
 
 
-def test_horizon_seam_shortens_but_never_lengthens_a_rollout():
-    assert play("3/0", horizon=lambda update: 1 + update, update=1).turns_played == 2
+def test_horizon_shortens_but_never_lengthens_a_rollout():
+    assert play("3/0", max_turns=2).turns_played == 2
     limits = EpisodeLimits(max_turns=2, max_tokens=20)
-    assert play("3/0", limits=limits, horizon=lambda update: 99).turns_played == 2
+    assert play("3/0", limits=limits, max_turns=99).turns_played == 2
 
 
 def test_unparsable_or_refused_action_is_sent_flagged_and_counted():

@@ -1,0 +1,234 @@
+"""Training episodes: begun when the pacer says so, played, scored if the composer can still use them, and sent.
+
+Every episode is a coroutine of its own. Whatever fails in it costs this one episode, until too many in a row do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from divopd_gym.errors import DivOPDError
+
+from ..turns import Rollout
+from .deadline import within
+from .depth import DepthControl
+from .episode import renumber, run_episode, score_rollout
+from .groups import Finished, Groups
+from .messages import EpisodeFailed, ExplorerError, ExplorerState, RolloutDone
+from .review import ReviewContext
+from .scoring import ScoringGate
+from .tasks import Ticket
+
+__all__ = ["TrainingEpisodes"]
+
+_BARREN_PER_FAILURE = 5
+
+
+class _Handle:
+    """An environment handle that reports each turn played."""
+
+    def __init__(self, handle: Any, played: Any) -> None:
+        self._handle, self._played = handle, played
+
+    async def reset(self, task: str | None = None, seed: int | None = None) -> tuple[str, dict]:
+        return await self._handle.reset(task=task, seed=seed)
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        outcome = await self._handle.step(action)
+        self._played()
+        return outcome
+
+    async def call(self, name: str) -> Any:
+        return await self._handle.call(name)
+
+
+class TrainingEpisodes:
+    """Plays the schedule's tickets for an explorer.
+
+    Args:
+        explorer: The `Explorer`; its config, engines, environments, pacer, schedule, counters and channel are used.
+        state: Where to begin.
+    """
+
+    def __init__(self, explorer: Any, state: ExplorerState) -> None:
+        config = explorer.config
+        self.explorer, self.config = explorer, config
+        self.next_rollout_id = state.next_rollout_id
+        self.controller = config.make_controller()
+        self.review = config.make_review()
+        self.depth = DepthControl(config.make_horizon(), config.max_turns, config.probe_rollouts)
+        if state.depth is not None:
+            self.depth.load_state_dict(state.depth)
+        self.groups = Groups(config.group)
+        pool_turns = (config.pool_turns or 4 * config.batch_rows) if config.lazy_scoring else None
+        self.gate = ScoringGate(pool_turns, lambda: explorer.pacer.delivered, self._all_stale)
+        self._serial = 0
+        self._failed_in_row = 0
+        self._first_cause = ""
+        self._barren_in_row = 0
+
+    async def dispatch(self) -> None:
+        """Begin episodes for ever."""
+        explorer = self.explorer
+        while True:
+            explorer.wake.clear()
+            while explorer.pacer.wants_more():
+                ticket = explorer.schedule.take()
+                if ticket is None:
+                    break
+                self._serial += 1
+                explorer.pacer.begin(self._serial)
+                explorer.job(self._episode(self._serial, ticket))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(1.0, explorer.wake.wait())
+
+    async def _episode(self, key: int, ticket: Ticket) -> None:
+        """Play one ticket to its end, whatever that is."""
+        explorer, pacer = self.explorer, self.explorer.pacer
+        max_turns, probe = self.depth.begin(explorer.update)
+        deadline = time.monotonic() + self.config.episode_timeout_s
+        rollout, held = None, 0
+        try:
+            rollout = await self._play(key, ticket, max_turns)
+            if probe:
+                rollout.meta["probe"] = True
+            # Until it is sent, its turns are outstanding but take no place from the next episode.
+            held = sum(turn.trainable for turn in rollout.turns)
+            pacer.end(key, held, 0)
+            pacer.hold(held)
+            explorer.wake.set()
+            scored = await self._score(rollout, probe, deadline)
+        except asyncio.CancelledError:
+            pacer.end(key, None)
+            explorer.schedule.give_back(ticket)
+            raise
+        except Exception as error:
+            pacer.end(key, None)
+            pacer.deliver(held, 0)
+            rollout = None
+            self._count_failure(ticket, error)
+            self._finish(Finished(ticket))
+        else:
+            self._failed_in_row = 0
+            candidates = [turn for turn in rollout.turns if turn.trainable]
+            self._check_barren(rollout, scored and bool(candidates) and not any(t.valid for t in candidates))
+            self._finish(Finished(ticket, rollout, scored, held))
+        finally:
+            self.depth.end(rollout, probe)
+            explorer.wake.set()
+
+    async def _play(self, key: int, ticket: Ticket, max_turns: int) -> Rollout:
+        config, engines, pool = self.config, self.explorer.engines, self.explorer.pool
+        teacher, vocabulary = engines.teacher_for(ticket.task)
+        handle = await within(config.episode_timeout_s, pool.acquire(), pool.release)
+        try:
+            return await run_episode(
+                rollout_id=key,
+                task=ticket.task,
+                attempt=ticket.attempt,
+                env=_Handle(handle, lambda: self.explorer.pacer.played(key)),
+                student=engines.student,
+                teacher=teacher,
+                codec=engines.codec,
+                prompt=self.explorer.prompt,
+                history=config.history,
+                limits=config.limits(),
+                controller=self.controller,
+                temperature=config.temperature,
+                run_seed=config.seed,
+                score=False,
+                update=self.explorer.update,
+                max_turns=max_turns,
+                extra_samples=config.extra_samples,
+                teacher_vocabulary=vocabulary,
+            )
+        finally:
+            # Scoring needs no environment; the next episode can have it.
+            pool.release(handle)
+
+    async def _score(self, rollout: Rollout, probe: bool, deadline: float) -> bool:
+        """Have the teacher read it and the review change it; False when it went stale before."""
+        config, explorer = self.config, self.explorer
+        teacher, vocabulary = explorer.engines.teacher_for(rollout.task)
+        # A probe is scored whatever happens: the horizon waits for it.
+        if teacher is None or not (probe or await self.gate.enter(rollout)):
+            return False
+        try:
+            await score_rollout(
+                rollout,
+                teacher,
+                teacher_vocabulary=vocabulary,
+                topk=config.teacher_topk,
+                timeout_s=max(1.0, deadline - time.monotonic()),
+            )
+            if self.review is not None:
+                await self.review.review(
+                    rollout,
+                    ReviewContext(
+                        config,
+                        explorer.engines,
+                        teacher,
+                        vocabulary,
+                        explorer.prompt,
+                        explorer.pool,
+                        deadline,
+                    ),
+                )
+        finally:
+            if not probe:
+                self.gate.leave(rollout)
+        return True
+
+    def _finish(self, finished: Finished) -> None:
+        """Send an episode, or the whole group that it completes."""
+        explorer = self.explorer
+        # No await lies between finishing a ticket and sending its rollout, so a state taken in between is clean.
+        for member in self.groups.add(finished):
+            rollout, ticket = member.rollout, member.ticket
+            if rollout is None:
+                explorer.schedule.finish(ticket, dropped=True)
+                continue
+            oldest = explorer.pacer.oldest_usable
+            valid = [turn for turn in rollout.turns if turn.trainable and turn.valid]
+            usable = sum(turn.policy_version >= oldest for turn in valid)
+            renumber(rollout, self.next_rollout_id)
+            rollout.meta.update(epoch=ticket.epoch, place=ticket.place)
+            self.next_rollout_id += 1
+            explorer.counters.episode(rollout, stale=len(valid) - usable, scored=member.scored)
+            explorer.pacer.deliver(member.held, usable)
+            explorer.schedule.finish(ticket)
+            explorer.channel.send(RolloutDone(rollout, ticket, usable))
+
+    def _all_stale(self, rollout: Rollout) -> bool:
+        oldest = self.explorer.pacer.oldest_usable
+        return bool(rollout.turns) and all(turn.policy_version < oldest for turn in rollout.turns)
+
+    def _count_failure(self, ticket: Ticket, error: Exception) -> None:
+        why = str(error) if isinstance(error, DivOPDError) else f"{type(error).__name__}: {error}"
+        self.explorer.counters.add("episodes_failed")
+        self.explorer.channel.send(EpisodeFailed(ticket.task, ticket.attempt, why, ticket))
+        self._failed_in_row += 1
+        if self._failed_in_row == 1:
+            self._first_cause = why
+        if self._failed_in_row >= self.config.max_failures:
+            self.explorer.give_up(
+                ExplorerError(
+                    f"{self._failed_in_row} episodes in a row failed (max_failures); the first: {self._first_cause}"
+                )
+            )
+
+    def _check_barren(self, rollout: Rollout, barren: bool) -> None:
+        """Stop a run in which every episode is scored and nothing can ever train: the learner would wait for ever."""
+        self._barren_in_row = self._barren_in_row + 1 if barren else 0
+        limit = _BARREN_PER_FAILURE * self.config.max_failures
+        if self._barren_in_row >= limit:
+            why = sorted({turn.why_not for turn in rollout.turns if turn.why_not})
+            self.explorer.give_up(
+                ExplorerError(
+                    f"{limit} scored episodes in a row held no turn that can train (reasons in the last one: {why}); "
+                    "see that the teacher's context and vocabulary fit the student's."
+                )
+            )
