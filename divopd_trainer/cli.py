@@ -27,6 +27,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "expert": ("expert", "record an expert's episodes, off-path states included"),
     "sft": ("sft", "fine-tune a model on recorded episodes, or make a tiny one from scratch"),
     "replay": ("replay", "run any composer preset over the rollouts that a run recorded"),
+    "audit": (
+        "audit",
+        "diagnostics of a recorded run, and how well each preset's gradient stands for its pool's",
+    ),
     "report": ("report", "one HTML page and PNG curves of one or several runs"),
     "data": ("data", "download and check benchmark data"),
 }
