@@ -223,7 +223,8 @@ def audit_choice(
         raise ConfigError(
             f"At update {choice.update} there was no valid turn to choose from; choose another with --updates."
         )
-    every = list({_key(turn): turn for rows in (pool, *batches.values()) for turn in rows}.values())
+    live = {_key(turn): turn for rows in (pool, *batches.values()) for turn in rows if turn.valid}
+    every = list(live.values())
     members = {_key(turn) for turn in pool}
     chosen = {label: {_key(turn) for turn in rows} for label, rows in batches.items()}
     size = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -240,11 +241,11 @@ def audit_choice(
         on_turn(done, len(every))
     answer = {}
     for label, rows in batches.items():
-        live = [turn for turn in rows if turn.valid]
+        trained = [turn for turn in rows if turn.valid]
         answer[label] = replace(
             agreement(total, sums[label]),
             rows=len(rows),
-            dead_rows=len(rows) - len(live),
-            disagreement_std=disagreement_std((turn.rollout_id, turn.score) for turn in live),
+            dead_rows=len(rows) - len(trained),
+            disagreement_std=disagreement_std((turn.rollout_id, turn.score) for turn in trained),
         )
     return answer
