@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from divopd_gym.core import Expert, Outcome, TextEnv, package_version
-from divopd_gym.envs.textworld.games import game_file, get_family, import_textworld
+from divopd_gym.envs.textworld.games import game_file, get_family, import_textworld, open_game
 from divopd_gym.errors import ConfigError, DataNotFoundError
 
 __all__ = ["PolicyExpert", "TextWorldEnv"]
@@ -45,7 +45,7 @@ class TextWorldEnv(TextEnv):
 
     The score is the game's share of its own maximum. A command that is not among ``info["admissible_actions"]`` is
     played all the same, since games understand more than they list, and flagged as not valid; games that are not
-    TextWorld's list nothing. Commands to the interpreter (quit, restart, save, undo and the like) are not passed on.
+    TextWorld's list nothing, and those that the interpreter does not know either score 0 and never end. Commands to the interpreter (quit, restart, save, undo and the like) are not passed on.
 
     Args:
         games: game files, or a folder of them; None to generate.
@@ -120,7 +120,7 @@ class TextWorldEnv(TextEnv):
             admissible_commands=ours,
             policy_commands=ours,
         )
-        self._game = self._textworld.start(str(path), wanted)
+        self._game = open_game(path, wanted)
         self._state = self._game.reset()
         self._gold = list(self._state["policy_commands"] or ()) if ours else None
         text = _PROMPT.sub("", self._state.feedback)
@@ -141,9 +141,9 @@ class TextWorldEnv(TextEnv):
 
     def _outcome(self, text: str, valid: bool) -> Outcome:
         state = self._state
-        won, lost = bool(state["won"]), bool(state["lost"])
-        most = state["max_score"] or 0
-        score = (state["score"] or 0) / most if most > 0 else float(won)
+        won, lost = bool(state.get("won")), bool(state.get("lost"))
+        most = state.get("max_score") or 0
+        score = (state.get("score") or 0) / most if most > 0 else float(won)
         listed = state["admissible_commands"] if self._gold is not None else None
         return Outcome(
             observation=re.sub(r"\n\s*\n\s*\n", "\n\n", _AFTER_END.sub("", text)).strip(),

@@ -15,7 +15,9 @@ from divopd_gym.core import package_version
 from divopd_gym.data import default_root
 from divopd_gym.errors import ConfigError, DataNotFoundError
 
-__all__ = ["FAMILIES", "Family", "get_family", "game_file"]
+__all__ = ["FAMILIES", "Family", "check_game", "game_file", "get_family", "open_game"]
+
+_HEADER_BYTES = 64
 
 
 def _challenge(module: str) -> Callable[[dict[str, Any], Any], Any]:
@@ -137,6 +139,58 @@ def game_file(family: Family, settings: Mapping[str, int], seed: int) -> Path:
         for suffix in (".json", ".z8"):
             shutil.move(Path(making) / f"{seed}{suffix}", path.with_suffix(suffix))
     return path
+
+
+def check_game(path: Path) -> None:
+    """See whether a file can be a Z-machine game: for what cannot, the interpreter ends the whole process.
+
+    Its header (Z-Machine Standards 1.1, section 11) holds the version in byte 0 and the length in word 0x1A, in units
+    that depend on the version.
+
+    Raises:
+        DataNotFoundError: the file is gone, too short, or no game.
+    """
+    remedy = "get the file again, or delete it if it is a generated one"
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataNotFoundError(f"the game {path} could not be read ({error}); {remedy}") from error
+    version = head[0] if head else 0
+    if len(head) < _HEADER_BYTES or not 1 <= version <= 8:
+        raise DataNotFoundError(
+            f"{path} is no Z-machine game: its {size} bytes begin with {head[:8]!r}; expected a header of "
+            f"{_HEADER_BYTES} bytes with a version of 1 to 8 in front; {remedy}"
+        )
+    length = int.from_bytes(head[0x1A:0x1C], "big") * (2 if version <= 3 else 4 if version <= 5 else 8)
+    if size < length:
+        raise DataNotFoundError(
+            f"the game {path} is cut short: it has {size} bytes; expected {length}, by its header; {remedy}"
+        )
+
+
+def open_game(path: Path, wanted: Any) -> Any:
+    """Start the interpreter on a game.
+
+    Args:
+        path: the game.
+        wanted: textworld.EnvInfos.
+
+    Returns:
+        TextWorld's environment, not yet reset.
+
+    Raises:
+        DataNotFoundError: the game, or the description beside it, is missing or damaged.
+    """
+    check_game(path)
+    try:
+        return import_textworld().start(str(path), wanted)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataNotFoundError(
+            f"the description {path.with_suffix('.json')} of the game beside it could not be read "
+            f"({type(error).__name__}: {error}); get both files again, or delete them if they are generated ones"
+        ) from error
 
 
 def import_textworld() -> Any:
