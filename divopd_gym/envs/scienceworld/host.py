@@ -194,6 +194,8 @@ def _launch(simulator: Simulator, log: Path) -> tuple[int, int, str]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
+            # A Java that ends at once breaks the pipe; what a buffer held would break it again on closing.
+            bufsize=0,
             # Ctrl-C in the terminal, or the end of a worker's group, is not meant for it.
             start_new_session=True,
         )
@@ -203,7 +205,6 @@ def _launch(simulator: Simulator, log: Path) -> tuple[int, int, str]:
     with process.stdin, process.stdout:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(token.encode() + b"\n")
-            process.stdin.flush()
         ready, _, _ = select.select([process.stdout], [], [], START_TIMEOUT_S)
         line = process.stdout.readline() if ready else b""
     if line.strip().isdigit():
