@@ -23,6 +23,7 @@ from .collator import PackOptions, TurnCollator
 from .composer import BatchComposer
 from .config import DivOPDConfig
 from .config_files import save_config
+from .costs import CostMeter
 from .explorer.messages import EvalDone, Evaluate, PoolStatus, SetPolicy
 from .metrics_log import read_metrics
 from .progress import make_progress
@@ -72,6 +73,7 @@ class RunSession:
         self._last_explorer_line = 0.0
         self._seen: dict[str, Any] = {"ready": None, "heartbeat": None, "failure": None}
         self._playing = False
+        self._costs = CostMeter()
 
     # What the trainer calls.
 
@@ -156,6 +158,8 @@ class RunSession:
 
     def train_line(self, line: dict[str, Any]) -> None:
         """Write the line of the update that has just ended."""
+        if self.explorer.heartbeat is not None:
+            line |= self._costs.since_last(self.explorer.heartbeat.counters)
         weighting = self.trainer.weighting
         if observe := getattr(weighting, "observe", None):
             observe({**line, "update": self.update})

@@ -1,0 +1,27 @@
+"""Costs of generator and teacher, from totals that only rise until an explorer is started again."""
+
+from types import SimpleNamespace
+
+from divopd_trainer.costs import COSTS, CostMeter, engine_costs
+
+
+def test_totals_add_up_over_teachers_and_engines_without_counters_cost_nothing():
+    student = SimpleNamespace(counters={"generate_s": 2.0, "generated_tokens": 30, "prefill_tokens": 70})
+    teachers = [
+        SimpleNamespace(
+            counters={"score_s": 1.5, "scored_tokens": 100, "generate_s": 0.5, "generated_tokens": 5}
+        ),
+        SimpleNamespace(counters={"score_s": 1.0, "scored_tokens": 20}),
+        object(),
+        None,
+    ]
+    assert engine_costs(student, teachers) == {
+        "generator_s": 2.0, "generator_tokens": 100, "teacher_s": 3.0, "teacher_tokens": 125,
+    }  # fmt: skip
+
+
+def test_each_update_gets_what_was_spent_since_the_last_and_a_restart_begins_at_zero():
+    meter = CostMeter()
+    spent = [meter.since_last(dict.fromkeys(COSTS, total))["teacher_s"] for total in (5.0, 8.0, 8.0, 2.0)]
+    assert spent == [5.0, 3.0, 0.0, 2.0]
+    assert meter.since_last({"episodes": 3.0}) == {}
