@@ -1,4 +1,4 @@
-"""`divopd report`: one HTML page and PNG curves."""
+"""`divopd report`: one HTML page, and its curves as PNG, SVG and CSV."""
 
 from __future__ import annotations
 
@@ -17,19 +17,37 @@ __all__ = ["main"]
 def _parser() -> Parser:
     parser = Parser(
         "report",
-        "Write one self-contained HTML page (no outside requests) and PNG curves of one run, or of several compared.",
+        "Write one self-contained HTML page (no outside requests) of one run, or of several: runs that differ only in "
+        "their seed are one method, shown as mean and band; methods are compared. Every curve is also written as PNG, "
+        "SVG and CSV.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run directories")
-    parser.add_argument("--out", metavar="FILE.html", help="the page (default: report.html in the first run)")
     parser.add_argument(
-        "--labels", metavar="A,B,..", help="names of the runs (default: their directories' names)"
+        "--out", metavar="DIR", help="directory, or FILE.html (default: report.html in the first run)"
+    )
+    parser.add_argument("--title", help="heading of the page")
+    parser.add_argument(
+        "--labels",
+        metavar="A,B,..",
+        help="a name a run; runs of one name are one method (default: by their configuration)",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="METHOD",
+        help="method that costs are compared with (default: vanilla, else the first)",
+    )
+    parser.add_argument(
+        "--target",
+        type=_rate,
+        metavar="RATE",
+        help="success rate, 0 to 1, that costs are compared at (default: the largest multiple of 0.05 that every seed "
+        "of the baseline reaches)",
     )
     parser.add_argument(
         "--episodes",
-        type=whole_number(2),
-        default=60,
+        type=whole_number(1),
         metavar="N",
-        help="episodes that the page carries, all runs together",
+        help="episodes whose text the page carries, all runs together (default: as many as keep it below 20 MB)",
     )
     parser.add_argument(
         "--teacher", metavar="FILE.json", help="the teacher's evaluation, as divopd eval --out wrote it"
@@ -38,6 +56,18 @@ def _parser() -> Parser:
         "--png", action=argparse.BooleanOptionalAction, default=True, help="draw PNG curves too"
     )
     return parser
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 < rate <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no success rate; expected a number above 0, 1 at most, e.g. 0.6"
+        )
+    return rate
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,11 +89,21 @@ def main(argv: Sequence[str]) -> int:
                 f"{args.teacher} cannot be read as an evaluation ({error}); expected the JSON of `divopd eval --out`."
             ) from None
     files = write_report(
-        args.runs, args.out, png=args.png, episodes=args.episodes, labels=labels, teacher=teacher
+        args.runs,
+        args.out,
+        title=args.title,
+        png=args.png,
+        episodes=args.episodes,
+        labels=labels,
+        teacher=teacher,
+        baseline=args.baseline,
+        target=args.target,
     )
     print(files.html)
-    if files.pngs:
-        print(f"{files.pngs[0].parent}/ ({len(files.pngs)} curves)")
+    if files.curves:
+        count = len({path.stem for path in files.curves})
+        kinds = "PNG, SVG and CSV" if files.pngs else "SVG and CSV"
+        print(f"{files.curves[0].parent}/ ({count} curves as {kinds})")
     for notice in files.notices:
         print(f"Note: {notice}")
     return 0

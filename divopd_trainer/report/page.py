@@ -1,9 +1,16 @@
-"""The report's page: headline, curves, tables and the episode view, in one HTML file without outside requests."""
+"""The report's page: headline, curves, tables and the episode view, in one HTML file without outside requests.
+
+A run may come from anybody: recorded texts are escaped, and the page's own policy allows no script but the page's.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
 import json
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -11,61 +18,102 @@ from pathlib import Path
 from typing import Any
 
 from ..records import read_run
-from .collect import Chart, RunFigures, Series, charts_of, collect
+from .charts import GROUPS, Chart, charts_of
+from .collect import collect
+from .compare import Comparison, compare
+from .curve_files import write_curves, write_summary
+from .episode_data import GAP_UNIT, EpisodeStore
 from .episodes import RolloutScan, scan_rollouts
-from .svg import format_number, line_chart
-from .tables import depth_table, final_table, headline, types_table
+from .groups import Group, group_runs
+from .svg import colour_class, figure
+from .tables import cost_table, depth_table, figures_table, headline, methods_table, runs_table, types_table
+from .vocabulary import find_vocabulary
 
 __all__ = ["ReportFiles", "render", "write_report"]
+
+EPISODE_BYTES = 12 << 20
+"""Packed episode texts of a page, all runs together."""
 
 
 @dataclass
 class ReportFiles:
-    """What `write_report` wrote.
+    """What `write_report` wrote; stands for the path of the page where a path is wanted.
 
     Attributes:
         html: The page.
         pngs: Curves; empty without matplotlib.
+        curves: SVG and CSV of every curve, and summary.csv.
         notices: What could not be read or drawn, one sentence each.
     """
 
     html: Path
     pngs: list[Path] = field(default_factory=list)
+    curves: list[Path] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.html)
 
 
 def write_report(
     run_dirs: Sequence[str | Path],
     out: str | Path | None = None,
     *,
+    title: str | None = None,
     png: bool = True,
-    episodes: int = 60,
+    curves: bool = True,
+    episodes: int | None = None,
     labels: Sequence[str] | None = None,
     teacher: dict[str, Any] | None = None,
+    baseline: str | None = None,
+    target: float | None = None,
 ) -> ReportFiles:
     """Write the report of one or several runs.
 
     Args:
-        run_dirs: Run directories; several are compared in the same charts.
-        out: The HTML file; defaults to report.html in the first run. PNG curves go to a folder beside it.
+        run_dirs: Run directories; runs that differ only in their seed are one method, and methods are compared.
+        out: The HTML file, or a directory for report.html; defaults to report.html in the first run. Curves go to
+            a folder beside the page.
+        title: Heading of the page; defaults to the names of the methods, or of the one run.
         png: Whether to draw PNG curves (needs matplotlib).
-        episodes: Episodes of each run that the page carries, evenly spread over the run.
-        labels: Names of the runs; defaults to their directories' names.
+        curves: Whether to write SVG and CSV of every curve.
+        episodes: Episodes whose text the page carries at most, all runs together, evenly spread over each run;
+            None: as many as keep the page small.
+        labels: A name a run; runs of one name are one method. Defaults to the runs' configuration.
         teacher: An evaluation of the teacher made elsewhere (the JSON of ``divopd eval``).
+        baseline: Method that costs are compared with; defaults to ``vanilla``, else the first.
+        target: Success rate that costs are compared at; see `compare.compare`.
 
     Raises:
         RecordError: A directory is no run.
     """
-    paths = [Path(path) for path in run_dirs]
-    names = list(labels or _names(paths))
-    runs = [collect(read_run(path), name, teacher) for path, name in zip(paths, names)]
-    scans = [scan_rollouts(figures.run, max(2, episodes // len(runs))) for figures in runs]
-    charts = charts_of(runs)
-    _add_exploring(charts, runs, scans)
-    target = Path(out) if out is not None else paths[0] / "report.html"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(render(runs, scans, charts), encoding="utf-8")
-    files = ReportFiles(target, notices=[notice for figures in runs for notice in figures.run.notices])
+    paths, places = [], set()
+    notices = []
+    for path in map(Path, run_dirs):
+        if path.resolve() in places:
+            notices.append(f"{path} was given twice; it counts once.")
+            labels = labels and [*labels[: len(paths)], *labels[len(paths) + 1 :]]
+            continue
+        places.add(path.resolve())
+        paths.append(path)
+    runs = [collect(read_run(path), name, teacher) for path, name in zip(paths, _names(paths))]
+    groups = group_runs(runs, labels)
+    budget, most = EPISODE_BYTES // len(runs), None if episodes is None else max(1, episodes // len(runs))
+    scans = [
+        [scan_rollouts(run.run, EpisodeStore(budget, most, find_vocabulary(run.run))) for run in group.runs]
+        for group in groups
+    ]
+    charts = charts_of(groups, scans)
+    comparison = compare(groups, baseline=baseline, target=target)
+    page = _target(out, paths[0])
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render(groups, scans, charts, comparison, title), encoding="utf-8", errors="replace")
+    files = ReportFiles(page, notices=notices + [notice for run in runs for notice in run.run.notices])
+    folder = page.with_name(f"{page.stem}_curves")
+    if curves:
+        files.curves = write_curves(charts, folder)
+        if charts:
+            files.curves.append(write_summary(comparison, folder / "summary.csv"))
     if png:
         try:
             from .figures import write_pngs
@@ -74,8 +122,15 @@ def write_report(
                 "No PNG curves: matplotlib is not installed; `pip install 'divopd[report]'`."
             )
         else:
-            files.pngs = write_pngs(charts, target.with_name(f"{target.stem}_curves"))
+            files.pngs = write_pngs(charts, folder)
     return files
+
+
+def _target(out: str | Path | None, first: Path) -> Path:
+    if out is None:
+        return first / "report.html"
+    out = Path(out)
+    return out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -86,93 +141,151 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return names
 
 
-def _add_exploring(charts: list[Chart], runs: Sequence[RunFigures], scans: Sequence[RolloutScan]) -> None:
-    """Success of training episodes, from the rollouts, where the metrics did not carry it."""
-    if any(chart.key == "explore" for chart in charts):
-        return
-    series = []
-    for number, (figures, scan) in enumerate(zip(runs, scans)):
-        points = scan.success_curve()
-        if len(points) > 1:
-            label = figures.label if len(runs) > 1 else "exploring"
-            series.append(Series(label, [x for x, _ in points], [y for _, y in points], run=number))
-    if series:
-        place = next((i for i, chart in enumerate(charts) if chart.group != "Success"), len(charts))
-        note = "training episodes, at the sampling temperature"
-        charts.insert(
-            place,
-            Chart("explore", "Success while exploring", "policy version", "share", series, note, "Learning"),
-        )
+def render(
+    groups: Sequence[Group],
+    scans: Sequence[Sequence[RolloutScan]],
+    charts: Sequence[Chart],
+    comparison: Comparison,
+    title: str | None = None,
+) -> str:
+    """The page as text.
 
-
-def render(runs: Sequence[RunFigures], scans: Sequence[RolloutScan], charts: Sequence[Chart]) -> str:
-    """The page as text."""
-    sections = [headline(runs, scans)]
-    for group in dict.fromkeys(chart.group for chart in charts):
-        figures = "".join(line_chart(chart) for chart in charts if chart.group == group)
-        sections.append(
-            f'<section><h2>{html.escape(group)}</h2><div class="charts">{figures}</div></section>'
+    Args:
+        groups: Methods.
+        scans: For each group one scan a run.
+        charts: From `charts.charts_of`.
+        comparison: From `compare.compare`.
+        title: Heading.
+    """
+    many, single = len(groups) > 1, len(groups) == 1 and len(groups[0].runs) == 1
+    if title is None:
+        title = groups[0].runs[0].label if single else _title(groups)
+    sections = []
+    if single:
+        sections.append(headline(groups[0].runs[0], scans[0][0]))
+    else:
+        cost = cost_table(comparison)
+        body = f"<div>{methods_table(comparison)}</div>" + (
+            f"<h2>Cost to the target</h2>{cost}" if cost else ""
         )
-    sections.append(
-        f'<section><h2>Results</h2><div class="tables">{final_table(runs, scans)}{types_table(runs)}</div></section>'
-    )
-    depth = depth_table(runs, scans)
+        sections.append(f'<section id="methods" class="compared">{body}{runs_table(groups)}</section>')
+    for heading in GROUPS:
+        drawn = "".join(
+            figure(chart, legend=not many or chart.kind == "stack")
+            for chart in charts
+            if chart.group == heading
+        )
+        if drawn:
+            sections.append(_section(heading, f'<div class="charts">{drawn}</div>'))
+    tables = figures_table(groups, scans, comparison) + types_table(groups)
+    sections.append(_section("Results" if single else "Figures", f'<div class="tables">{tables}</div>'))
+    depth = depth_table(groups, scans)
     if depth:
-        sections.append(f"<section><h2>Which turns trained</h2>{depth}</section>")
-    sections.append(_episode_section(runs, scans))
-    title = " · ".join(figures.label for figures in runs)
-    page = _asset("report.html")
-    for mark, text in (
-        ("{{title}}", html.escape(title)),
-        ("{{facts}}", _facts(runs)),
-        ("{{style}}", _asset("report.css")),
-        ("{{script}}", _asset("report.js")),
-        ("{{body}}", "\n".join(sections)),
-    ):
-        page = page.replace(mark, text)
-    return page
+        note = (
+            '<p class="note">Share of valid turns that were trained, by number of the turn and outcome.</p>'
+        )
+        sections.append(_section("Which turns trained", note + depth))
+    episodes = _episode_section(groups, scans)
+    sections.append(episodes)
+    script = _asset("charts.js") + _asset("episodes.js")
+    digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
+    values = {
+        "hash": digest,
+        "kind": "many" if many else "one",
+        "style": _asset("report.css"),
+        "script": script,
+        "title": html.escape(title),
+        "facts": _facts(groups),
+        "nav": _nav(groups, charts, bool(depth), bool(episodes), single),
+        "body": "\n".join(sections),
+    }
+    # One pass: a mark inside a recorded text stays what it is.
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: values[mark[1]], _asset("report.html"))
 
 
-def _facts(runs: Sequence[RunFigures]) -> str:
-    items = []
-    for number, figures in enumerate(runs):
-        config = figures.run.config
-        shown = [
-            f"<b>{html.escape(str(config[name]))}</b>"
-            if name == "method"
-            else html.escape(f"{label}{config[name]}")
-            for name, label in (
-                ("method", ""),
-                ("env_id", ""),
-                ("model", "student "),
-                ("teacher", "teacher "),
+def _title(groups: Sequence[Group]) -> str:
+    count = sum(len(group.runs) for group in groups)
+    names = " · ".join(group.label for group in groups) if len(groups) <= 3 else f"{len(groups)} methods"
+    return f"{names}, {count} runs" if count > len(groups) else names
+
+
+def _anchor(heading: str) -> str:
+    return heading.lower().replace(" ", "-")
+
+
+def _section(heading: str, body: str) -> str:
+    return f'<section id="{_anchor(heading)}"><h2>{html.escape(heading)}</h2>{body}</section>'
+
+
+def _nav(groups: Sequence[Group], charts: Sequence[Chart], depth: bool, episodes: bool, single: bool) -> str:
+    """Links to the sections, and for several methods the legend that switches them on and off."""
+    names = [] if single else ["Methods"]
+    names += [name for name in GROUPS if any(chart.group == name for chart in charts)]
+    names.append("Results" if single else "Figures")
+    names += ["Which turns trained"] if depth else []
+    names += ["Episodes"] if episodes else []
+    links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in names)
+    chips = "".join(
+        f'<button type="button" class="chip" aria-pressed="true" data-group="{group.number}">'
+        f'<i class="key {colour_class(group.number)}"></i>{html.escape(group.label)}</button>'
+        for group in groups
+    )
+    return f"<nav>{links}</nav>" + (f'<div class="chips">{chips}</div>' if len(groups) > 1 else "")
+
+
+def _facts(groups: Sequence[Group]) -> str:
+    """What all groups have in common, on one line."""
+    configs = [group.runs[0].config for group in groups]
+    shown = []
+    fields = (
+        ("method", ""),
+        ("env_id", ""),
+        ("model", "student "),
+        ("teacher", "teacher "),
+        ("seed", "seed "),
+    )
+    for name, label in fields:
+        values = {str(config.get(name)) for config in configs if config.get(name) is not None}
+        if len(values) != 1 or (name == "seed" and len(groups[0].runs) > 1):
+            continue
+        text = html.escape(f"{label}{values.pop()}")
+        shown.append(f"<b>{text}</b>" if name == "method" else text)
+    return " · ".join(shown)
+
+
+def _episode_section(groups: Sequence[Group], scans: Sequence[Sequence[RolloutScan]]) -> str:
+    runs, blocks, listed, full, total = [], [], 0, 0, 0
+    many = sum(len(group.runs) for group in groups) > 1
+    for group, own in zip(groups, scans):
+        for run, seed, scan in zip(group.runs, group.seeds, own):
+            episodes = scan.store.episodes
+            if not episodes:
+                continue
+            number = len(runs)
+            name = f"{group.label}, seed {seed}" if many and seed != "?" else run.label
+            runs.append({"run": name, "rollouts": scan.rollouts})
+            # Base64 holds no "<", so these need no escaping.
+            blocks.append(
+                f'<script type="text/plain" id="index-{number}">{scan.store.packed_index()}</script>'
             )
-            if config.get(name)
-        ]
-        key = f'<i class="key c{number % 6}"></i>{html.escape(figures.label)}: ' if len(runs) > 1 else ""
-        if shown:
-            items.append(f"<div>{key}{' · '.join(shown)}</div>")
-    return "".join(items)
-
-
-def _episode_section(runs: Sequence[RunFigures], scans: Sequence[RolloutScan]) -> str:
-    data = [
-        {"run": figures.label, "rollouts": scan.rollouts, "episodes": scan.episodes}
-        for figures, scan in zip(runs, scans)
-        if scan.episodes
-    ]
-    if not data:
+            texts = "\n".join(scan.store.texts)
+            blocks.append(f'<script type="text/plain" id="texts-{number}">{texts}</script>')
+            listed, full, total = listed + len(episodes), full + len(scan.store.texts), total + scan.rollouts
+    if not runs:
         return ""
     # "<" is escaped so that no recorded text can end the script element.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    shown = sum(len(scan.episodes) for scan in scans)
-    total = sum(scan.rollouts for scan in scans)
-    return (
-        f'<section id="episodes"><h2>Episodes</h2><p class="note">{shown} of {format_number(total)} recorded '
-        "episodes, evenly spread over the run. Colour: how far student and teacher disagree on a turn, in nats per "
-        "token (orange: the student is surer than the teacher; blue: less sure). A mark under a cell: the turn was "
-        'trained.</p><div class="browser"><div class="list"></div><div class="detail"></div></div>'
-        f'<script type="application/json" id="episode-data">{text}</script></section>'
+    data = json.dumps({"runs": runs, "unit": GAP_UNIT}, separators=(",", ":")).replace("<", "\\u003c")
+    shown = f"All {listed:,}" if listed == total else f"{listed:,} of {total:,}"
+    texts = "" if full == listed else f", {full:,} of them with their texts, evenly spread over the run"
+    note = (
+        f"{shown} recorded episodes{texts}. Colour: how far student and teacher disagree, in nats per token "
+        "(orange: the student is surer than the teacher; blue: less sure). A mark under a cell: the turn was trained; "
+        "hatched: somebody else than the student acted. Click a turn for its tokens."
+    )
+    return _section(
+        "Episodes",
+        f'<p class="note">{note}</p><div class="browser"><div class="list"></div><div class="detail"></div></div>'
+        f'<script type="application/json" id="episode-data">{data}</script>{"".join(blocks)}',
     )
 
 

@@ -1,15 +1,23 @@
-"""The report's headline and tables, as HTML."""
+"""The report's headline and tables, as HTML. Every text of a run passes through `html.escape`."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from .charts import COSTS
 from .collect import EvalPoint, RunFigures
-from .episodes import RolloutScan
-from .svg import format_number
+from .compare import Comparison, Estimate, ratio_text
+from .episodes import BANDS, RolloutScan
+from .groups import Group
+from .svg import colour_class, format_number
 
-__all__ = ["depth_table", "duration", "final_table", "headline", "types_table"]
+__all__ = [
+    "cost_table", "depth_table", "duration", "figures_table", "headline", "methods_table", "runs_table",
+    "types_table",
+]  # fmt: skip
+
+Scans = Sequence[Sequence[RolloutScan]]
 
 
 def duration(seconds: float) -> str:
@@ -32,6 +40,22 @@ def _with_interval(point: EvalPoint | None) -> str:
     return f'{_percent(point.rate)} <span class="note">[{ends}]</span>'
 
 
+def _estimate(estimate: Estimate | None) -> str:
+    """Mean and interval; the seeds' own values on hover."""
+    if estimate is None:
+        return "-"
+    text = _percent(estimate.mean)
+    if estimate.interval is not None:
+        low, high = (100 * min(1.0, max(0.0, end)) for end in estimate.interval)
+        text += f' <span class="note">[{low:.0f}-{high:.0f}]</span>'
+    values = ", ".join(f"{100 * value:.1f}" for value in estimate.values)
+    return f'<span title="seeds: {values}">{text}</span>' if len(estimate.values) > 1 else text
+
+
+def _key(group: Group) -> str:
+    return f'<i class="key {colour_class(group.number)}"></i>{html.escape(group.label)}'
+
+
 def _card(label: str, value: str, note: str = "", kind: str = "") -> str:
     return (
         f'<div class="card {kind}"><span class="label">{html.escape(label)}</span>'
@@ -46,11 +70,9 @@ def _rate_card(label: str, point: EvalPoint | None, kind: str = "") -> str:
     return _card(label, f"{100 * point.rate:.0f}<small> %</small>", note, kind)
 
 
-def headline(runs: Sequence[RunFigures], scans: Sequence[RolloutScan]) -> str:
-    """One run: cards. Several: a line a run."""
-    if len(runs) > 1:
-        return f'<section class="compared">{_compared(runs)}</section>'
-    (figures,), totals = runs, runs[0].totals
+def headline(figures: RunFigures, scan: RolloutScan) -> str:
+    """The cards of one run."""
+    totals = figures.totals
     cards = [_rate_card("Teacher", figures.teacher)] if figures.teacher is not None else []
     cards.append(_rate_card("Student before", figures.initial))
     cards.append(_rate_card("Student after", figures.final, "main"))
@@ -64,143 +86,252 @@ def headline(runs: Sequence[RunFigures], scans: Sequence[RolloutScan]) -> str:
     note = f"{format_number(forwarded)} forwarded" if forwarded else ""
     if forwarded and rows > forwarded:
         note += f", {rows / forwarded:.1f}x fewer than one row per turn"
-    cards.append(_card("Updates", f"{totals['updates']:,.0f}", f"{scans[0].rollouts:,} episodes recorded"))
+    cards.append(_card("Updates", f"{totals['updates']:,.0f}", f"{scan.rollouts:,} episodes recorded"))
     cards.append(_card("Tokens trained", format_number(tokens), note))
     cards.append(_card("Time", duration(totals["wall_s"]), f"{totals['env_turns']:,.0f} environment turns"))
     return f'<section class="cards">{"".join(cards)}</section>'
 
 
-def _compared(runs: Sequence[RunFigures]) -> str:
-    lines = []
-    for number, figures in enumerate(runs):
-        key = f'<i class="key c{number % 6}"></i>'
-        cells = [
-            f"{key}{html.escape(figures.label)}",
-            _with_interval(figures.initial),
-            f"<b>{_with_interval(figures.final)}</b>",
-            _with_interval(figures.best),
-            f"{figures.totals['updates']:,.0f}",
-            format_number(figures.totals["trained_tokens"]),
-            duration(figures.totals["wall_s"]),
-        ]
-        lines.append(cells)
-    head = ["Run", "Before", "After", "Best", "Updates", "Tokens trained", "Time"]
-    teacher = next((figures.teacher for figures in runs if figures.teacher is not None), None)
-    note = "" if teacher is None else f'<p class="note">Teacher: {_with_interval(teacher)}</p>'
-    return _table(head, lines) + note
-
-
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    top = "".join(f"<th>{html.escape(text)}</th>" for text in head)
+    top = "".join(f"<th>{text}</th>" for text in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for cells in lines)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _mean(figures: RunFigures, name: str) -> float | None:
-    values = [line[name] for line in figures.train if line.get(name) is not None]
+def methods_table(comparison: Comparison) -> str:
+    """One line a method: what it reached."""
+    columns = {
+        "Before": "before",
+        "After": "after",
+        "Peak": "peak",
+        "Final five": "final",
+        f"nAUC to {comparison.budget}": "auc",
+    }
+    columns = {
+        name: field
+        for name, field in columns.items()
+        if any(getattr(result, field) for result in comparison.results)
+    }
+    lines = []
+    for result in comparison.results:
+        seeds = html.escape(", ".join(result.group.seeds))
+        cells = [_estimate(getattr(result, field)) for field in columns.values()]
+        lines.append([_key(result.group), f"{len(result.group.runs)} ({seeds})", *cells])
+    teachers = [run.teacher for r in comparison.results for run in r.group.runs if run.teacher is not None]
+    note = "Strict success, mean over seeds [95 % interval of the mean, from three seeds]."
+    if teachers:
+        rates = sorted({point.rate for point in teachers})
+        shown = (
+            _with_interval(teachers[0])
+            if len(rates) == 1
+            else " to ".join(map(_percent, rates[:: len(rates) - 1]))
+        )
+        note += f" Teacher: {shown}."
+    return _table(["Method", "Seeds", *columns], lines) + f'<p class="note">{note}</p>'
+
+
+def cost_table(comparison: Comparison) -> str:
+    """Cost to the target against the baseline; empty when it cannot be told or there is one method."""
+    if comparison.target is None or len(comparison.results) < 2:
+        return ""
+    keys = [key for key in COSTS if any(key in result.ratios for result in comparison.results)]
+    if not keys:
+        return ""
+    lines = []
+    for result in comparison.results:
+        base = result.group is comparison.baseline
+        cells = ["1" if base and key in result.ratios else _ratio(result.ratios.get(key)) for key in keys]
+        lines.append([_key(result.group), *cells])
+    name = html.escape(comparison.baseline.label)
+    note = (
+        f"How many times less than {name} a method spent up to its first evaluation at {_percent(comparison.target, 0)} "
+        f"or more: cost({name}) / cost(method) [95 % bootstrap over seeds]; above 1 is cheaper."
+    )
+    head = [COSTS[key][0].capitalize() for key in keys]
+    return f'<p class="note">{note}</p>' + _table(["Method", *head], lines)
+
+
+def _ratio(ratio) -> str:
+    text, mark, rest = ratio_text(ratio).partition(" [")
+    return html.escape(text) + (f' <span class="note">[{html.escape(rest)}</span>' if mark else "")
+
+
+def runs_table(groups: Sequence[Group]) -> str:
+    """One line a run."""
+    lines = []
+    for group in groups:
+        for run, seed in zip(group.runs, group.seeds):
+            lines.append(
+                [
+                    _key(group),
+                    html.escape(seed),
+                    html.escape(run.run.name),
+                    _with_interval(run.initial),
+                    _with_interval(run.final),
+                    _with_interval(run.best),
+                    f"{run.totals['updates']:,.0f}",
+                    format_number(run.totals["trained_tokens"]),
+                    duration(run.totals["wall_s"]),
+                ]
+            )
+    head = ["Method", "Seed", "Directory", "Before", "After", "Best", "Updates", "Tokens trained", "Time"]
+    return f"<details><summary>All {len(lines)} runs</summary>{_table(head, lines)}</details>"
+
+
+def _mean(run: RunFigures, name: str) -> float | None:
+    values = [value for _, value in run.points(name)]
     return sum(values) / len(values) if values else None
 
 
-def _sum(figures: RunFigures, name: str) -> float | None:
-    values = [line[name] for line in figures.train if line.get(name) is not None]
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _sum(run: RunFigures, name: str) -> float | None:
+    values = [value for _, value in run.points(name)]
     return sum(values) if values else None
 
 
-def final_table(runs: Sequence[RunFigures], scans: Sequence[RolloutScan]) -> str:
-    """One line a figure, one column a run."""
+def _figures() -> list[tuple[str, Callable[[RunFigures, RolloutScan], float | None], Callable]]:
+    """(label, of a run and its scan, how it is written)."""
 
-    def number(value: float | None) -> str:
-        return "-" if value is None else format_number(value)
+    def total(name: str) -> Callable:
+        return lambda run, scan: run.totals.get(name) or None
 
+    def mean(name: str) -> Callable:
+        return lambda run, scan: _mean(run, name)
+
+    def with_batches(of: Callable[[RolloutScan], float | None]) -> Callable:
+        return lambda run, scan: of(scan) if run.run.batches else None
+
+    def waiting(run: RunFigures, scan: RolloutScan) -> float | None:
+        wait, work = _sum(run, "wait_s"), _sum(run, "learner_s")
+        return None if wait is None else _share(wait, wait + (work or 0))
+
+    return [
+        ("Done rate after", lambda run, scan: run.final and run.final.done_rate, _percent),
+        ("Mean score after", lambda run, scan: run.final and run.final.score, format_number),
+        ("Updates", total("updates"), format_number),
+        ("Episodes recorded", lambda run, scan: scan.rollouts or None, format_number),
+        ("Environment turns", total("env_turns"), format_number),
+        ("Wall time", total("wall_s"), duration),
+        ("End-to-end time (generator + teacher + learner)", lambda run, scan: _end_to_end(run), duration),
+        ("Generator time", total("generator_s"), duration),
+        ("Teacher time", total("teacher_s"), duration),
+        ("Learner time", total("learner_s"), duration),
+        ("Generator tokens", total("generator_tokens"), format_number),
+        ("Teacher tokens", total("teacher_tokens"), format_number),
+        ("Tokens trained", total("trained_tokens"), format_number),
+        ("Tokens forwarded, prefixes merged", total("forwarded_tokens"), format_number),
+        ("Tokens forwarded, one row per turn", total("forwarded_tokens_rows"), format_number),
+        ("Effective rollouts a batch", mean("effective_rollouts"), format_number),
+        ("Largest rollout's token share", mean("top1_share"), _percent),
+        ("Turns per rollout in a batch", mean("turns_per_rollout"), format_number),
+        ("KL per token", mean("kl_per_token"), format_number),
+        ("Dead rows", lambda run, scan: _share(_sum(run, "dead_rows"), _sum(run, "rows")), _percent),
+        ("Valid rollouts never used", with_batches(lambda s: _share(s.never_used, s.valid_rollouts)), _percent),
+        ("Valid turns trained", with_batches(lambda s: _share(s.trained_turns, s.valid_turns)), _percent),
+        ("Gini of trained turns over rollouts", with_batches(lambda s: s.gini), format_number),
+        ("Turns dropped as stale", lambda run, scan: _sum(run, "dropped_stale"), format_number),
+        (
+            "Teacher tokens scored per token trained",
+            lambda run, scan: _share(scan.scored_tokens or None, run.totals["trained_tokens"]),
+            format_number,
+        ),
+        ("Learner waiting", waiting, _percent),
+    ]  # fmt: skip
+
+
+def _end_to_end(run: RunFigures) -> float | None:
+    parts = [run.totals.get(name) for name in ("generator_s", "teacher_s", "learner_s")]
+    return None if None in parts else sum(parts)
+
+
+def figures_table(groups: Sequence[Group], scans: Scans, comparison: Comparison) -> str:
+    """One line a figure, one column a method (mean over its seeds)."""
     lines: list[list[str]] = []
-    pairs = list(zip(runs, scans))
 
     def add(label: str, cells: Sequence[str]) -> None:
         if any(cell != "-" for cell in cells):
             lines.append([label, *cells])
 
-    add("Teacher, success", [_with_interval(f.teacher) for f in runs])
-    add("Student before, success", [_with_interval(f.initial) for f in runs])
-    add("Student after, success", [_with_interval(f.final) for f in runs])
-    add("Best evaluation", [_with_interval(f.best) for f in runs])
-    last = [[point.rate for point in f.evals[-5:]] for f in runs]
-    add("Mean of the last five", [_percent(sum(r) / len(r)) if len(r) == 5 else "-" for r in last])
-    add("Done rate after", [_percent(f.final.done_rate) if f.final else "-" for f in runs])
-    finals = [f.final for f in runs]
-    add("Mean score after", [number(p.score) if p else "-" for p in finals])
-    add("Updates", [f"{f.totals['updates']:,.0f}" for f in runs])
-    add("Episodes recorded", [f"{s.rollouts:,}" if s.rollouts else "-" for s in scans])
-    add("Environment turns", [f"{f.totals['env_turns']:,.0f}" for f in runs])
-    add("Tokens trained", [number(f.totals["trained_tokens"] or None) for f in runs])
-    add("Tokens forwarded, prefixes merged", [number(f.totals["forwarded_tokens"] or None) for f in runs])
-    add(
-        "Tokens forwarded, one row per turn",
-        [number(f.totals["forwarded_tokens_rows"] or None) for f in runs],
-    )
-    add("Wall time", [duration(f.totals["wall_s"]) for f in runs])
-    add("Effective rollouts a batch", [number(_mean(f, "effective_rollouts")) for f in runs])
-    add("Largest rollout's token share", [_percent(_mean(f, "top1_share")) for f in runs])
-    used = [
-        _percent(s.never_used / s.valid_rollouts) if s.valid_rollouts and f.run.batches else "-"
-        for f, s in pairs
-    ]
-    add("Valid rollouts never used", used)
-    used = [
-        _percent(s.trained_turns / s.valid_turns) if s.valid_turns and f.run.batches else "-"
-        for f, s in pairs
-    ]
-    add("Valid turns trained", used)
-    dead = [(_sum(f, "dead_rows"), _sum(f, "rows")) for f in runs]
-    add("Dead rows", [_percent(d / n) if d is not None and n else "-" for d, n in dead])
-    add("Turns dropped as stale", [number(_sum(f, "dropped_stale")) for f in runs])
-    waits = [(_sum(f, "wait_s"), _sum(f, "learner_s")) for f in runs]
-    add("Learner waiting", [_percent(w / (w + u)) if w is not None and u else "-" for w, u in waits])
-    head = ["", *(f.label for f in runs)] if len(runs) > 1 else ["", "Value"]
-    return _table(head, lines)
+    if len(groups) == 1 and len(groups[0].runs) == 1:
+        run, result = groups[0].runs[0], comparison.results[0]
+        add("Teacher, success", [_with_interval(run.teacher)])
+        add("Student before, success", [_with_interval(run.initial)])
+        add("Student after, success", [_with_interval(run.final)])
+        add("Best evaluation", [_with_interval(run.best)])
+        add("Mean of the last five", [_estimate(result.final)])
+        add(f"Area under the curve to update {comparison.budget}", [_estimate(result.auc)])
+    for label, of, text in _figures():
+        cells = []
+        for group, own in zip(groups, scans):
+            values = [value for value in map(of, group.runs, own) if value is not None]
+            cells.append(text(sum(values) / len(values)) if values else "-")
+        add(label, cells)
+    if len(groups) > 1:
+        return _table(["", *map(_key, groups)], lines)
+    head = ["", "Mean of the seeds" if len(groups[0].runs) > 1 else "Value"]
+    # Two halves side by side: one column of values alone would be a long strip.
+    half = -(-len(lines) // 2)
+    return _table(head, lines[:half]) + _table(head, lines[half:])
 
 
-def types_table(runs: Sequence[RunFigures]) -> str:
+def types_table(groups: Sequence[Group]) -> str:
     """Success by task type, before and after; empty when the evaluations do not tell types apart."""
-    names = dict.fromkeys(
-        name for f in runs for point in (f.initial, f.final) if point is not None for name in point.per_type
-    )
+    points = [
+        point for g in groups for run in g.runs for point in (run.initial, run.final) if point is not None
+    ]
+    names = dict.fromkeys(name for point in points for name in point.per_type)
     lines = []
     for name in names:
-        cells, count = [html.escape(name)], None
-        for figures in runs:
-            before, after = (
-                point.per_type.get(name) if point is not None else None
-                for point in (figures.initial, figures.final)
-            )
-            count = next((pair[1] for pair in (after, before) if pair and pair[1]), count)
-            cells += [_percent(before[0], 0) if before else "-", _percent(after[0], 0) if after else "-"]
-        lines.append([*cells, str(count) if count else "-"])
+        cells = [html.escape(name)]
+        for group in groups:
+            pair = []
+            for which in ("initial", "final"):
+                found = [getattr(run, which).per_type.get(name) for run in group.runs if getattr(run, which)]
+                rates = [entry[0] for entry in found if entry]
+                pair.append(_percent(sum(rates) / len(rates), 0) if rates else "-")
+            cells += [f"{pair[0].removesuffix(' %')} \u2192 {pair[1]}"] if len(groups) > 1 else pair
+        counts = [point.per_type[name][1] for point in points if name in point.per_type]
+        lines.append([*cells, format_number(counts[-1]) if counts and counts[-1] else "-"])
     if not lines:
         return ""
-    head = ["Task type"]
-    for figures in runs:
-        prefix = f"{figures.label}, " if len(runs) > 1 else ""
-        head += [f"{prefix}before", "after"]
+    columns = list(map(_key, groups)) if len(groups) > 1 else ["Before", "After"]
+    head = ["Task type, success before \u2192 after" if len(groups) > 1 else "Task type", *columns]
     return _table([*head, "Episodes"], lines)
 
 
-def depth_table(runs: Sequence[RunFigures], scans: Sequence[RolloutScan]) -> str:
+def depth_table(groups: Sequence[Group], scans: Scans) -> str:
     """Share of valid turns that trained, by depth in the episode and its outcome."""
     lines = []
-    for number, (figures, scan) in enumerate(zip(runs, scans)):
-        if not figures.run.batches:
-            continue
-        bands = sorted({band for band, _ in scan.depth}, key=lambda band: int(band.split("-")[0].rstrip("+")))
-        for band in bands:
-            cells = [band]
+    for band in BANDS:
+        cells, seen = [band], 0
+        for own in scans:
             for outcome in (True, False):
-                valid, trained = scan.depth.get((band, outcome), (0, 0))
-                share = _percent(trained / valid, 0) if valid else "-"
-                cells.append(f'{share} <span class="note">of {valid:,}</span>' if valid else "-")
-            if len(runs) > 1:
-                cells.insert(0, f'<i class="key c{number % 6}"></i>{html.escape(figures.label)}')
+                pairs = [scan.depth.get((band, outcome), (0, 0)) for scan in own]
+                valid, trained = (sum(column) for column in zip(*pairs)) if pairs else (0, 0)
+                seen += valid
+                cells.append(_heat(trained, valid))
+        if seen:
             lines.append(cells)
-    if not lines:
+    if not lines or not any(run.run.batches for group in groups for run in group.runs):
         return ""
-    head = ["Turn", "In successful episodes", "In failed episodes"]
-    return _table(["Run", *head] if len(runs) > 1 else head, lines)
+    head = ["Turn"]
+    for group in groups:
+        head += (
+            [f"{_key(group)}, solved", "failed"]
+            if len(groups) > 1
+            else ["In solved episodes", "In failed episodes"]
+        )
+    return _table(head, lines).replace("<table>", '<table class="heat">')
+
+
+def _heat(trained: int, valid: int) -> str:
+    if not valid:
+        return "-"
+    share = trained / valid
+    return (
+        f'<span class="heat" style="--s:{100 * share:.0f}%"><b>{_percent(share, 0)}</b> '
+        f'<span class="note">of {valid:,}</span></span>'
+    )
