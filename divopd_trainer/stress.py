@@ -23,6 +23,7 @@ from typing import Any, Literal
 from divopd_gym.errors import ConfigError
 
 from .composer import Batch, BatchComposer
+from .composer_cost import merged_tokens
 from .framelog import RecordError
 from .metrics import gini
 from .records import Run
@@ -114,7 +115,7 @@ class Workload:
 
 
 def load_workload(run: Run, settings: dict[str, Any]) -> Workload:
-    """Read episodes and durations of a run.
+    """Read episodes and durations of a run. Rollouts that the teacher never scored are left out: of no use to replay.
 
     Args:
         run: From `records.read_run`.
@@ -123,22 +124,26 @@ def load_workload(run: Run, settings: dict[str, Any]) -> Workload:
     Raises:
         RecordError: Durations of episodes or updates were not recorded.
     """
-    episodes, unknown, notices = [], 0, list(run.notices)
+    episodes, unknown, unscored, notices = [], 0, 0, list(run.notices)
     for rollout in run.rollouts():
         play_s = rollout.timings.get("play_s", rollout.timings.get("total_s", 0.0))
         turns = tuple(light_turns(rollout))
         if not play_s > 0:
             unknown += 1
-        elif turns:
+        elif not any(turn.n_scored for turn in turns):
+            unscored += bool(turns)
+        else:
             score_s = rollout.timings.get("score_s", 0.0)
             episodes.append(Episode(play_s, score_s, turns, max(rollout.turns_played, turns[-1].index + 1)))
     if not episodes:
         raise RecordError(
-            f"{run.path} holds {unknown} rollouts without timings.play_s and none with it; a simulation of other loads "
-            "needs at least one episode with its duration. Pass a run that was made by divopd train."
+            f"{run.path} holds {unknown} rollouts without timings.play_s and {unscored} without teacher scores, and none "
+            "with both; a simulation of other loads needs at least one. Pass a run that was made by divopd train."
         )
     if unknown:
         notices.append(f"{unknown} rollouts have no duration; left out.")
+    if unscored:
+        notices.append(f"{unscored} rollouts were never scored (lazy scoring); left out.")
     lines = [line for line in run.metrics if line.get("kind") == "train"]
     merged = run.config.get("merge_packing", True)
     tokens = "forwarded_tokens" if merged else "forwarded_tokens_rows"
@@ -212,6 +217,8 @@ FIGURES: dict[str, tuple[str, str]] = {
     "gini": ("Gini of selected turns a rollout", "{:.3f}"),
     "scored_per_trained": ("teacher tokens scored per token trained", "{:.2f}"),
     "scored_per_trained_lazy": ("  scoring only what reaches the pool", "{:.2f}"),
+    "read_per_trained": ("teacher tokens read, prompts included, per token trained", "{:.1f}"),
+    "read_per_trained_lazy": ("  scoring only what reaches the pool", "{:.1f}"),
     "rows_per_update": ("rows an update", "{:.1f}"),
     "cap_used": ("turns a rollout, first sweep (k, mean)", "{:.1f}"),
     "forwarded_per_update": ("tokens forwarded an update", "{:,.0f}"),
@@ -273,7 +280,7 @@ class _World:
         self.now = 0.0
         self.published: list[float] = []
         self.rollouts = 0
-        self.scored_all = self.scored_lazy = 0
+        self.scored_all = self.scored_lazy = self.read_all = self.read_lazy = 0
         self.selected: Counter[int] = Counter()
         self.valid_rollouts: set[int] = set()
         self.usable = 0
@@ -344,6 +351,8 @@ class _World:
             "gini": gini(counts) if counts else None,
             "scored_per_trained": per(self.scored_all, trained),
             "scored_per_trained_lazy": per(self.scored_lazy, trained),
+            "read_per_trained": per(self.read_all, trained),
+            "read_per_trained_lazy": per(self.read_lazy, trained),
             "rows_per_update": rows / n,
             "cap_used": per(sum(caps), len(caps)),
             "forwarded_per_update": forwarded / n,
@@ -373,6 +382,7 @@ class _World:
             _, rollout_id, score_s, turns = heapq.heappop(self._arriving)
             self.composer.feed(turns)
             self.scored_all += sum(turn.n_scored for turn in turns)
+            self.read_all += _read_tokens(turns)
             valid = sum(turn.valid for turn in turns)
             self.usable += valid
             if valid:
@@ -388,10 +398,17 @@ class _World:
         seconds = 0.0
         for turn in [*batch.selected, *batch.pending, *self._read_and_dropped]:
             score_s, turns = self._unscored.pop(turn.rollout_id, (0.0, []))
-            self.scored_lazy += sum(turn.n_scored for turn in turns if turn.policy_version >= oldest)
+            fresh = [turn for turn in turns if turn.policy_version >= oldest]
+            self.scored_lazy += sum(turn.n_scored for turn in fresh)
+            self.read_lazy += _read_tokens(fresh)
             seconds = max(seconds, score_s)
         self._read_and_dropped.clear()
         return seconds
+
+
+def _read_tokens(turns: Sequence[ReplayTurn]) -> int:
+    """Tokens the teacher reads to score these turns of one rollout: of every segment, up to the deepest of them."""
+    return merged_tokens(turn for turn in turns if turn.n_scored)
 
 
 def stress_table(results: Sequence[StressResult]) -> Any:

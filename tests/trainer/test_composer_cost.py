@@ -6,8 +6,11 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learner_fakes import FakeExplorer, random_rollout
 
 from divopd_gym.errors import ConfigError
+from divopd_trainer.checkpoint import SideState, load_side_state, save_side_state
+from divopd_trainer.collator import TurnCollator
 from divopd_trainer.composer import BatchComposer
 from divopd_trainer.composer_cost import CostReference, buy, merged_tokens
 from divopd_trainer.packing import pack
@@ -227,6 +230,38 @@ def test_costs_are_the_tokens_that_merged_packing_forwards():
     forwarded = sum(micro.forwarded_tokens for micro in pack(batch.selected, merge=True))
     assert forwarded == batch.facts["budget_spent"] == merged_tokens(batch.selected) <= 95
     assert len({turn.rollout_id for turn in batch.selected}) == 3
+
+
+def loaded_collator(rollouts):
+    explorer = FakeExplorer(lambda e, rid: random_rollout(e, rid, turns=6), limit=rollouts)
+    for _ in range(rollouts):
+        explorer.make()
+    return TurnCollator(explorer, BatchComposer("divopd-cost", 6, token_budget=120))
+
+
+def test_the_collator_packs_what_the_budget_bought():
+    collator = loaded_collator(5)
+    batch = collator.poll(1)
+    assert batch.facts["forwarded_tokens"] == merged_tokens(batch.rows) <= 120
+    assert batch.facts["rows"] == len(batch.rows) > 6
+    assert batch.facts["rollouts"] == 4  # of 6 turns each: the pool of 24 holds no more
+    assert sum(micro.n_targets for micro in batch.shares[0]) == batch.facts["trained_tokens"]
+    weights = sum(float(micro.weights.sum()) for micro in batch.shares[0])
+    assert weights == pytest.approx(1.0)
+
+
+def test_a_checkpoint_keeps_what_shares_a_prefix_and_the_running_mean(tmp_path):
+    composer = loaded_collator(4).composer
+    composer.token_budget = None
+    turns = [turn for rid in range(4) for turn in random_rollout(None, rid, turns=6).turns]
+    composer.compose(1, turns)
+    save_side_state(tmp_path, SideState(1, 1, 0, 0.0, {}, composer.state_dict(), {}))
+    again = BatchComposer("divopd-cost", 6)
+    again.load_state_dict(load_side_state(tmp_path).composer)
+    one, other = composer.compose(2), again.compose(2)
+    key = [(turn.rollout_id, turn.index) for turn in one.selected]
+    assert key and key == [(turn.rollout_id, turn.index) for turn in other.selected]
+    assert one.facts == other.facts
 
 
 def test_odd_scores_are_ranked_and_break_nothing():

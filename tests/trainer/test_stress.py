@@ -87,6 +87,38 @@ def test_lazy_scoring_saves_what_the_pool_never_sees(lazy):
     assert few["scored_per_trained_lazy"] == few["scored_per_trained"] == 1
 
 
+def test_the_teacher_scores_only_turns_that_are_fresh_but_reads_their_whole_prefix():
+    # The first three turns are of version 0, the last two of the version that the first update made.
+    work = workload(
+        episode(play_s=1.0), episode(play_s=7.5, turns=5), learner=(4.0, 0.0), max_staleness=1, updates=2
+    )
+    figures = run(2, work=work)
+    assert figures["scored_per_trained_lazy"] < figures["scored_per_trained"]
+    saved_scores = 1 - figures["scored_per_trained_lazy"] / figures["scored_per_trained"]
+    saved_reads = 1 - figures["read_per_trained_lazy"] / figures["read_per_trained"]
+    assert saved_reads < saved_scores
+
+
+def test_reading_is_counted_by_segment_up_to_the_deepest_scored_turn():
+    # One rollout of four turns a batch, 5 tokens each: 40 tokens are read and 20 trained.
+    figures = run(1)
+    assert figures["read_per_trained"] == figures["read_per_trained_lazy"] == pytest.approx(40 / 20)
+
+
+def test_rollouts_that_were_never_scored_are_left_out_with_a_notice(tmp_path):
+    path = fake_run(tmp_path / "run", updates=4)
+    data = read_run(path)
+    rollouts = list(data.rollouts())
+    for rollout in rollouts[:3]:
+        rollout.turns = [
+            dataclasses.replace(turn, teacher_logprobs=None, valid=False) for turn in rollout.turns
+        ]
+    data.rollouts = lambda: iter(rollouts)
+    work = load_workload(data, load_stream(data).settings)
+    assert len(work.episodes) == len(rollouts) - 3
+    assert any("3 rollouts were never scored" in notice for notice in work.notices)
+
+
 def test_the_gate_costs_scores_even_of_what_it_discards():
     work = workload(episode(), episode(valid=False))
     figures = run(2, work=work)
