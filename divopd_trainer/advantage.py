@@ -52,9 +52,10 @@ class FOPD(ReverseKL):
     """f-OPD (arXiv 2605.17862): `ReverseKL` times the freshness of the row.
 
     ``f = exp(-(a * sqrt(D_roll) + b * sqrt(D_sup))) / (age + 1)`` and the row weighs ``max(f - threshold, 0)``. D_roll
-    is KL(student now || student that wrote the row), estimated on the row's valid tokens as the mean change of
-    their log-prob, at least 0. D_sup is the drift of the supervision: 0 for a frozen teacher. Age counts updates
-    since the row's weights.
+    is KL(student now || student that wrote the row), estimated as the mean over the row's valid tokens of
+    ``r * log(r) - r + 1`` with r the ratio of the two probabilities: the tokens are drawn from the student that wrote
+    them, so the mean of log(r) alone would estimate minus the other KL. D_sup is the drift of the supervision: 0 for
+    a frozen teacher. Age counts updates since the row's weights.
 
     Args:
         rollout_coefficient: a. Not published; 1 by default.
@@ -88,10 +89,12 @@ class FOPD(ReverseKL):
         """F of each token's row, float32 [N]."""
         if len(micro.row) == 0:
             return torch.zeros_like(logp_now)
-        change = torch.nan_to_num(logp_now - micro.student_logprobs)
+        # Replies that are imitated have no log-prob at generation: no drift. exp of more than 30 says nothing new.
+        change = torch.nan_to_num(logp_now - micro.student_logprobs).clamp(-30.0, 30.0)
+        divergence = torch.exp(change) * change - torch.expm1(change)
         row = micro.row.clamp_min(0)
         total = torch.zeros(int(row.max()) + 1, dtype=change.dtype, device=change.device).index_add_(
-            0, row, change
+            0, row, divergence
         )
         count = torch.zeros_like(total).index_add_(0, row, torch.ones_like(change))
         drift = (total / count.clamp_min(1)).clamp_min(0)[row]
