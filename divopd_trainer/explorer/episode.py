@@ -17,23 +17,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from divopd_gym.errors import ConfigError, DivOPDError
+from divopd_gym.errors import ConfigError
 from divopd_gym.prompts import history_pairs
 from divopd_gym.prompts.base import ParsedAction
 
 from ..controller import Controller, StudentOnly
-from ..engines.base import GenerateRequest, Generation, TokenScores
+from ..engines.base import GenerateRequest, Generation
 from ..seeds import episode_seed, request_seed
-from ..turns import Actor, Rollout, Segment, StopReason, Turn, make_turn, score_turn
+from ..turns import Actor, Rollout, Segment, StopReason, Turn, make_turn
 from .deadline import within
+from .teacher_scores import EpisodeFailure, cause_of, known_ids, score_rollout
 
-__all__ = ["EpisodeFailure", "EpisodeLimits", "renumber", "run_episode", "score_rollout"]
+__all__ = ["EpisodeFailure", "EpisodeLimits", "EpisodePlayer", "renumber", "run_episode", "score_rollout"]
 
 T = TypeVar("T")
-
-
-class EpisodeFailure(DivOPDError, RuntimeError):
-    """An episode ended without a result: its environment or an engine failed, or it took too long."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ async def run_episode(
         EpisodeFailure: The environment or an engine failed, or the time was up; the message holds the first cause.
     """
     limits = limits or EpisodeLimits()
-    episode = _Episode(
+    episode = EpisodePlayer(
         rollout_id=rollout_id,
         task=task,
         attempt=attempt,
@@ -152,66 +149,13 @@ async def run_episode(
         raise
     except Exception as error:
         raise EpisodeFailure(
-            f"Episode of task {task!r} (attempt {attempt}) failed: {_cause(error)}"
+            f"Episode of task {task!r} (attempt {attempt}) failed: {cause_of(error)}"
         ) from error
     finally:
         for engine in (student, teacher):
             forget = getattr(engine, "forget", None)
             if forget is not None:
                 forget(episode.cache_key)
-
-
-async def score_rollout(
-    rollout: Rollout,
-    teacher: Any,
-    *,
-    teacher_vocabulary: np.ndarray | None = None,
-    topk: int = 0,
-    timeout_s: float = 300.0,
-) -> None:
-    """Have the teacher score every student turn, one call a segment, and judge the turns again, in place.
-
-    A token without a finite score, or that means something else to the teacher, is masked.
-
-    Args:
-        rollout: Its turns are replaced by scored ones.
-        teacher: A `TeacherEngine`.
-        teacher_vocabulary: bool [V], see `run_episode`.
-        topk: Candidates a token to keep.
-        timeout_s: Seconds for all of it.
-
-    Raises:
-        EpisodeFailure: The teacher failed or took too long.
-    """
-    begun = time.monotonic()
-    by_segment: dict[int, list[int]] = {}
-    for place, turn in enumerate(rollout.turns):
-        if turn.actor == Actor.STUDENT.value and turn.n_tokens:
-            by_segment.setdefault(id(turn.segment), []).append(place)
-
-    async def score_segment(places: list[int]) -> None:
-        turns = [rollout.turns[place] for place in places]
-        spans = [(turn.start, turn.end) for turn in turns]
-        ids = turns[0].segment.token_ids[: spans[-1][1]]
-        options: dict[str, Any] = {"topk": topk} if topk else {}
-        if any(turn.extra_ids is not None for turn in turns):
-            options["candidates"] = [turn.extra_ids for turn in turns]
-        scores = await teacher.score(ids, spans, **options)
-        for place, turn, found in zip(places, turns, scores):
-            rollout.turns[place] = _scored(turn, found, teacher_vocabulary)
-
-    try:
-        await within(timeout_s, asyncio.gather(*map(score_segment, by_segment.values())))
-    except asyncio.TimeoutError:
-        raise EpisodeFailure(
-            f"The teacher did not score rollout {rollout.rollout_id} of task {rollout.task!r} within "
-            f"{timeout_s:.0f} s; raise episode_timeout_s, or check that the teacher is alive."
-        ) from None
-    except Exception as error:
-        raise EpisodeFailure(
-            f"Scoring task {rollout.task!r} (attempt {rollout.attempt}) failed: {_cause(error)}"
-        ) from error
-    rollout.timings["score_s"] = rollout.timings.get("score_s", 0.0) + time.monotonic() - begun
 
 
 def renumber(rollout: Rollout, rollout_id: int) -> Rollout:
@@ -223,8 +167,8 @@ def renumber(rollout: Rollout, rollout_id: int) -> Rollout:
     return rollout
 
 
-class _Episode:
-    """The state of one episode while it is played."""
+class EpisodePlayer:
+    """The state of one episode while it is played; `run_episode` names what it is given."""
 
     def __init__(self, **given: Any) -> None:
         self.__dict__.update(given)
@@ -237,7 +181,17 @@ class _Episode:
         self.imitate = False
         self.timings = {"reset_s": 0.0, "env_s": 0.0, "student_s": 0.0, "teacher_s": 0.0}
 
+    def go_on_after(self, turns: list[Turn]) -> None:
+        """Stand where these turns led, with the very tokens that were said; the environment is the caller's."""
+        self.turns = list(turns)
+        self.past = [(turn.observation, turn.action) for turn in turns]
+        if turns and self.window is None:
+            last = turns[-1]
+            self.segment = Segment(self.rollout_id, 0, last.segment.token_ids[: last.end])
+            self.last_response = last.response_ids
+
     def time_left(self) -> float:
+        """Seconds."""
         return max(0.0, self.begun + self.limits.episode_timeout_s - time.monotonic())
 
     async def timed(self, what: str, timing: str, call: Awaitable[T]) -> T:
@@ -255,6 +209,7 @@ class _Episode:
             self.timings[timing] += time.monotonic() - begun
 
     async def play(self, setting: Controller, max_turns: int, update: int, evaluating: bool) -> Rollout:
+        """From the reset to the end."""
         seed = episode_seed(self.run_seed, str(self.task), self.attempt)
         observation, info = await self.timed(
             "the reset", "reset_s", self.env.reset(task=self.task, seed=seed)
@@ -408,7 +363,7 @@ class _Episode:
         if by_teacher and self.imitate:
             about["imitate"] = True
             if self.teacher_vocabulary is not None:
-                mask = _known(self.last_response, self.teacher_vocabulary)
+                mask = known_ids(self.last_response, self.teacher_vocabulary)
         self.turns.append(
             make_turn(
                 rollout_id=self.rollout_id,
@@ -452,37 +407,8 @@ def _with_action_invalid(turn: Turn) -> Turn:
     return dataclasses.replace(turn, action_valid=False)
 
 
-def _scored(turn: Turn, found: Any, vocabulary: np.ndarray | None) -> Turn:
-    """A turn with what an engine found for its span: an array, or `TokenScores`, or None."""
-    logprobs, top_ids, top_logprobs, drawn = found, None, None, None
-    if isinstance(found, TokenScores):
-        logprobs, drawn = found.logprobs, getattr(found, "candidate_logprobs", None)
-        if np.size(found.topk_ids):
-            top_ids, top_logprobs = found.topk_ids, found.topk_logprobs
-    mask = None
-    if vocabulary is not None:
-        mask = _known(turn.response_ids, vocabulary)
-        if top_ids is not None:
-            # The learner would look them up in the student's own vocabulary.
-            top_ids = np.where(_known(top_ids, vocabulary), top_ids, -1)
-        if turn.extra_ids is not None and drawn is not None:
-            drawn = np.where(_known(turn.extra_ids, vocabulary), drawn, np.nan)
-    return score_turn(
-        turn, logprobs, mask, top_ids, top_logprobs, drawn if turn.extra_ids is not None else None
-    )
-
-
-def _known(ids: np.ndarray, vocabulary: np.ndarray) -> np.ndarray:
-    inside = (ids >= 0) & (ids < len(vocabulary))
-    return inside & vocabulary[np.where(inside, ids, 0)]
-
-
 def _reason(info: dict, terminated: bool) -> str:
     reason = info.get("done_reason")
     if reason is None:
         return "truncated" if not terminated else "success" if info.get("success") else "failure"
     return str(reason.value) if isinstance(reason, Enum) else str(reason)
-
-
-def _cause(error: BaseException) -> str:
-    return str(error) if isinstance(error, DivOPDError) else f"{type(error).__name__}: {error}"
