@@ -141,6 +141,7 @@ class ExplorerConfig:
         self.limits()
         self.make_controller()
         self.make_horizon()
+        self.make_review()
         at_least = {"workers": 1, "group": 1, "batch_rows": 1, "max_staleness": 0, "max_concurrent": 1}
         at_least |= {"max_failures": 1, "seed": 0, "threads": 1, "recycle_after": 1, "teacher_topk": 0}
         at_least |= {"extra_samples": 0, "probe_rollouts": 1}

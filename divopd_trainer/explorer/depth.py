@@ -27,7 +27,7 @@ class DepthControl:
 
     def __init__(self, horizon: Any, max_turns: int, probe_rollouts: int = 16) -> None:
         self.horizon, self.max_turns, self.probe_rollouts = horizon, max_turns, probe_rollouts
-        self._last_round = -1
+        self._last_round, self._seen = -1, 0
         self._to_begin = 0
         self._playing = 0
 
@@ -47,10 +47,14 @@ class DepthControl:
         return max(1, min(self.horizon.turns(update), self.max_turns)), False
 
     def _round(self, update: int) -> int:
+        """Number of the round that is due: its update, 0 in the warm-up, -1 for none."""
         if not hasattr(self.horizon, "observe_probe"):
             return -1
-        if self.horizon.is_probe(update):
-            return update
+        # An update may pass without a begin, or while the last round is still played; its probe is made up for.
+        due = [number for number in range(self._seen + 1, update + 1) if self.horizon.is_probe(number)]
+        self._seen = max(self._seen, update)
+        if due:
+            return due[-1]
         return 0 if update <= getattr(self.horizon, "warmup_updates", 0) else -1
 
     def end(self, rollout: Rollout | None, probe: bool) -> None:
@@ -68,19 +72,24 @@ class DepthControl:
     def state_dict(self) -> dict[str, Any]:
         """JSON values; probes in flight are to begin again."""
         state = getattr(self.horizon, "state_dict", dict)()
-        return {"horizon": state, "round": self._last_round, "to_begin": self._to_begin + self._playing}
+        to_begin = self._to_begin + self._playing
+        return {"horizon": state, "round": self._last_round, "seen": self._seen, "to_begin": to_begin}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         if hasattr(self.horizon, "load_state_dict"):
             self.horizon.load_state_dict(state["horizon"])
-        self._last_round, self._to_begin, self._playing = state["round"], state["to_begin"], 0
+        self._last_round, self._seen = state["round"], state.get("seen", 0)
+        self._to_begin, self._playing = state["to_begin"], 0
 
 
 def reverse_kl_per_turn(rollout: Rollout) -> list[float]:
-    """Mean over a turn's valid tokens of student minus teacher log-prob, nats, for every turn; NaN without any."""
+    """Mean over a turn's valid tokens of student minus teacher log-prob, nats, for every turn played.
+
+    NaN without any. Turns that a review added were not played.
+    """
     values = []
-    for turn in rollout.turns:
+    for turn in rollout.turns[: rollout.turns_played]:
         mask = turn.valid_mask() if not turn.imitated else np.zeros(turn.n_tokens, np.bool_)
         if not mask.any():
             values.append(float("nan"))

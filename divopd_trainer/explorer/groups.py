@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,10 +51,12 @@ class Groups:
 
     Args:
         size: Attempts a task and epoch; 1 holds nothing.
+        finished: ``finished(epoch, place)``: whether that episode was sent or dropped earlier, by an explorer that
+            died, or before the checkpoint; nobody waits for it.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, finished: Callable[[int, int], bool] = lambda epoch, place: False) -> None:
+        self.size, self._finished = size, finished
         self._members: dict[tuple[int, int], dict[int, Finished]] = {}
 
     def add(self, finished: Finished) -> list[Finished]:
@@ -69,7 +72,10 @@ class Groups:
         key = (ticket.epoch, ticket.place // self.size)
         members = self._members.setdefault(key, {})
         members[ticket.place] = finished
-        if len(members) < self.size:
+        first = key[1] * self.size
+        if any(
+            p not in members and not self._finished(ticket.epoch, p) for p in range(first, first + self.size)
+        ):
             return []
         del self._members[key]
         whole = [members[place] for place in sorted(members)]

@@ -209,11 +209,13 @@ class RolloutDone:
         rollout: Its rollout_id rises by one with every message.
         ticket: The place in the task schedule that it fills.
         usable: Its valid turns that were not stale when it was sent.
+        depth: `DepthControl.state_dict` after it; None changes nothing.
     """
 
     rollout: Rollout
     ticket: Ticket
     usable: int = 0
+    depth: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

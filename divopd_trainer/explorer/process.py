@@ -272,7 +272,8 @@ class ExplorerProcess:
             schedule = self._state.schedule
             if self._frontier is not None:
                 schedule = {**(schedule or {}), **self._frontier.state_dict()}
-            return ExplorerState(schedule, self._state.next_rollout_id, dict(self._state.counters))
+            state = self._state
+            return ExplorerState(schedule, state.next_rollout_id, dict(state.counters), state.depth)
 
     # --- the supervisor's thread -------------------------------------------------------------------------------
 
@@ -366,6 +367,7 @@ class ExplorerProcess:
             with self._lock:
                 self._frontier.finish(message.ticket)
                 self._state.next_rollout_id = message.rollout.rollout_id + 1
+                self._state.depth = message.depth or self._state.depth
                 self._received += message.usable
                 self.rollout_buffer.put(message.rollout)
         elif isinstance(message, Heartbeat):
@@ -401,6 +403,7 @@ class ExplorerProcess:
             with self._lock:
                 self.ready = message
                 self._state.schedule = message.state["schedule"]
+                self._state.depth = message.state["depth"]
                 self._frontier = Frontier.from_state(self._state.schedule)
                 self._ready_event.set()
                 states = [w[0] for w in self._waiters.values() if isinstance(w[0], GetState)]

@@ -29,12 +29,17 @@ class ScoringGate:
     ) -> None:
         self.pool_turns, self._delivered, self._stale = pool_turns, delivered, stale
         self._waiting: deque[tuple[Rollout, asyncio.Future[bool]]] = deque()
-        self._scoring = 0
+        self._scoring: dict[int, int] = {}
 
     @property
     def waiting(self) -> int:
         """Rollouts that wait."""
         return len(self._waiting)
+
+    @property
+    def scoring(self) -> int:
+        """Turns that were let through and are not back yet."""
+        return sum(self._scoring.values())
 
     async def enter(self, rollout: Rollout) -> bool:
         """Wait for a rollout's turn; False when it went stale meanwhile. `leave` must follow a True."""
@@ -50,7 +55,8 @@ class ScoringGate:
 
     def leave(self, rollout: Rollout) -> None:
         """A rollout that was let through is scored, or failed; its turns count as delivered from now on, or never."""
-        self._scoring -= len(rollout.turns)
+        # By the number it entered with: what happens in between may add turns.
+        self._scoring.pop(id(rollout), None)
 
     def pump(self) -> None:
         """Let through what may; to be called whenever the learner reports or weights change."""
@@ -61,8 +67,8 @@ class ScoringGate:
                 continue
             if self._stale(rollout):
                 future.set_result(False)
-            elif self.pool_turns is None or self._delivered() + self._scoring < self.pool_turns:
-                self._scoring += len(rollout.turns)
+            elif self.pool_turns is None or self._delivered() + self.scoring < self.pool_turns:
+                self._scoring[id(rollout)] = sum(turn.trainable for turn in rollout.turns)
                 future.set_result(True)
             else:
                 kept.append((rollout, future))

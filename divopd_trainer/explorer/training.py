@@ -62,10 +62,11 @@ class TrainingEpisodes:
         self.depth = DepthControl(config.make_horizon(), config.max_turns, config.probe_rollouts)
         if state.depth is not None:
             self.depth.load_state_dict(state.depth)
-        self.groups = Groups(config.group)
+        self.groups = Groups(config.group, lambda *place: explorer.schedule.frontier.is_finished(*place))
         pool_turns = (config.pool_turns or 4 * config.batch_rows) if config.lazy_scoring else None
         self.gate = ScoringGate(pool_turns, lambda: explorer.pacer.delivered, self._all_stale)
         self._serial = 0
+        self._last: Ticket | None = None
         self._failed_in_row = 0
         self._first_cause = ""
         self._barren_in_row = 0
@@ -75,22 +76,29 @@ class TrainingEpisodes:
         explorer = self.explorer
         while True:
             explorer.wake.clear()
-            while explorer.pacer.wants_more():
+            while self._wants_more():
                 ticket = explorer.schedule.take()
                 if ticket is None:
                     break
-                self._serial += 1
+                self._serial, self._last = self._serial + 1, ticket
                 explorer.pacer.begin(self._serial)
                 explorer.job(self._episode(self._serial, ticket))
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(1.0, explorer.wake.wait())
+
+    def _wants_more(self) -> bool:
+        pacer, last, size = self.explorer.pacer, self._last, self.groups.size
+        if last is not None and (last.place + 1) % size:
+            # A group is sent whole, so what is begun of it is of no use before the rest is.
+            return pacer.in_flight < pacer.max_concurrent
+        return pacer.wants_more()
 
     async def _episode(self, key: int, ticket: Ticket) -> None:
         """Play one ticket to its end, whatever that is."""
         explorer, pacer = self.explorer, self.explorer.pacer
         max_turns, probe = self.depth.begin(explorer.update)
         deadline = time.monotonic() + self.config.episode_timeout_s
-        rollout, held = None, 0
+        rollout, held, finished = None, 0, None
         try:
             rollout = await self._play(key, ticket, max_turns)
             if probe:
@@ -102,6 +110,7 @@ class TrainingEpisodes:
             explorer.wake.set()
             scored = await self._score(rollout, probe, deadline)
         except asyncio.CancelledError:
+            rollout = None
             pacer.end(key, None)
             explorer.schedule.give_back(ticket)
             raise
@@ -110,14 +119,19 @@ class TrainingEpisodes:
             pacer.deliver(held, 0)
             rollout = None
             self._count_failure(ticket, error)
-            self._finish(Finished(ticket))
+            finished = Finished(ticket)
         else:
             self._failed_in_row = 0
-            candidates = [turn for turn in rollout.turns if turn.trainable]
-            self._check_barren(rollout, scored and bool(candidates) and not any(t.valid for t in candidates))
-            self._finish(Finished(ticket, rollout, scored, held))
+            if scored:
+                self._check_barren(rollout)
+            finished = Finished(ticket, rollout, scored, held)
         finally:
+            # Before it is sent, for what is sent says how the depth stands after it.
             self.depth.end(rollout, probe)
+            if finished is not None:
+                self._finish(finished)
+            # What it gave back, or never delivered, may be room for those that wait.
+            self.gate.pump()
             explorer.wake.set()
 
     async def _play(self, key: int, ticket: Ticket, max_turns: int) -> Rollout:
@@ -153,9 +167,12 @@ class TrainingEpisodes:
         """Have the teacher read it and the review change it; False when it went stale before."""
         config, explorer = self.config, self.explorer
         teacher, vocabulary = explorer.engines.teacher_for(rollout.task)
+        begun = time.monotonic()
         # A probe is scored whatever happens: the horizon waits for it.
         if teacher is None or not (probe or await self.gate.enter(rollout)):
             return False
+        # A slow learner's full pool is no fault of the episode.
+        deadline += time.monotonic() - begun
         try:
             await score_rollout(
                 rollout,
@@ -200,7 +217,7 @@ class TrainingEpisodes:
             explorer.counters.episode(rollout, stale=len(valid) - usable, scored=member.scored)
             explorer.pacer.deliver(member.held, usable)
             explorer.schedule.finish(ticket)
-            explorer.channel.send(RolloutDone(rollout, ticket, usable))
+            explorer.channel.send(RolloutDone(rollout, ticket, usable, self.depth.state_dict()))
 
     def _all_stale(self, rollout: Rollout) -> bool:
         oldest = self.explorer.pacer.oldest_usable
@@ -220,15 +237,17 @@ class TrainingEpisodes:
                 )
             )
 
-    def _check_barren(self, rollout: Rollout, barren: bool) -> None:
+    def _check_barren(self, rollout: Rollout) -> None:
         """Stop a run in which every episode is scored and nothing can ever train: the learner would wait for ever."""
+        barren = not any(turn.valid for turn in rollout.turns)
         self._barren_in_row = self._barren_in_row + 1 if barren else 0
         limit = _BARREN_PER_FAILURE * self.config.max_failures
         if self._barren_in_row >= limit:
-            why = sorted({turn.why_not for turn in rollout.turns if turn.why_not})
+            why = sorted({turn.why_not for turn in rollout.turns if turn.why_not}) or ["no turn at all"]
             self.explorer.give_up(
                 ExplorerError(
                     f"{limit} scored episodes in a row held no turn that can train (reasons in the last one: {why}); "
-                    "see that the teacher's context and vocabulary fit the student's."
+                    "see that the teacher's context and vocabulary fit the student's, and that max_turns leaves the "
+                    "student a turn."
                 )
             )
