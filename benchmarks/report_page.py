@@ -26,8 +26,34 @@ from divopd_trainer.turns import Rollout, Segment, make_turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "trainer"))
 
-PLACES = ["cabinet", "drawer", "countertop", "fridge", "microwave", "sinkbasin", "shelf", "garbagecan", "toaster", "stoveburner"]
-THINGS = ["mug", "plate", "apple", "egg", "knife", "spoon", "bread", "potato", "tomato", "lettuce", "pan", "pot", "cup", "bowl"]
+PLACES = [
+    "cabinet",
+    "drawer",
+    "countertop",
+    "fridge",
+    "microwave",
+    "sinkbasin",
+    "shelf",
+    "garbagecan",
+    "toaster",
+    "stoveburner",
+]
+THINGS = [
+    "mug",
+    "plate",
+    "apple",
+    "egg",
+    "knife",
+    "spoon",
+    "bread",
+    "potato",
+    "tomato",
+    "lettuce",
+    "pan",
+    "pot",
+    "cup",
+    "bowl",
+]
 
 
 def main() -> None:

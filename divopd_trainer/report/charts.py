@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class Chart:
 
 
 Points = list[tuple[float, float]]
+_LAST_LAG = 30
 
 
 def time_unit(longest: float) -> tuple[float, str]:
@@ -162,12 +164,13 @@ def _success_chart(groups: Sequence[Group], key: str) -> Chart:
     unit, unit_name = time_unit(max(all_x, default=0)) if timed else (1.0, "")
     series = []
     for group in groups:
-        curves = []
-        for run in group.runs:
+        curves, names = [], []
+        for run, seed in zip(group.runs, group.seeds):
             curve = [(of(point), point) for point in run.evals if of(point) is not None]
             if len({x for x, _ in curve}) > 1 or (key == "updates" and curve):
                 # All at one place is no curve: a run that counted no tokens has no token axis.
                 curves.append([(x / unit, point) for x, point in curve])
+                names.append(f"{group.label}, seed {seed}")
         rates = [[(x, point.rate) for x, point in curve] for curve in curves]
         mean = over_seeds(rates, share=True)
         if not mean.x:
@@ -177,8 +180,8 @@ def _success_chart(groups: Sequence[Group], key: str) -> Chart:
             mean.high = [point.high for _, point in curves[0]]
             mean.x, mean.y = [x for x, _ in curves[0]], [point.rate for _, point in curves[0]]
         else:
-            for curve in rates:
-                line = Series(group.label, [x for x, _ in curve], [y for _, y in curve], run=group.number)
+            for curve, name in zip(rates, names):
+                line = Series(name, [x for x, _ in curve], [y for _, y in curve], run=group.number)
                 line.style = "thin"
                 series.append(line)
         name = group.label if many else "student" if seeds == 1 else "mean"
@@ -188,12 +191,11 @@ def _success_chart(groups: Sequence[Group], key: str) -> Chart:
         # One teacher in all groups is the rule; the report says in its table where they differ.
         series.insert(0, Series("teacher", [], [teachers[0].rate], run=-1, style="flat"))
     note = "strict success; band: 95 % interval"
-    if key == "end_to_end":
-        note = "generator + teacher + learner; band: 95 % interval"
     if seeds > 1:
         note = note.replace("; band: 95 % interval", "; band: 95 % of the mean" if seeds > 2 else "")
         note += "; thin: seeds"
-    label = f"{what}, {unit_name}" if timed else "update" if key == "updates" else what
+    spent = "generator + teacher + learner" if key == "end_to_end" else what
+    label = f"{spent}, {unit_name}" if timed else "update" if key == "updates" else what
     return Chart(f"success_{key}", f"Success by {what}", label, "share", series, note, "Success")
 
 
@@ -294,14 +296,14 @@ def _never_used(groups: Sequence[Group]) -> Chart:
 
 
 def _lags(line: dict[str, Any]) -> Counter:
-    """Lag -> rows, from the histogram of a train line."""
+    """Lag -> rows, from the histogram of a train line; lags from `_LAST_LAG` on count as that."""
     recorded = line.get("staleness")
     lags: Counter = Counter()
     if isinstance(recorded, dict):
         for lag in recorded:
             rows = number(recorded, lag)
-            if rows is not None and str(lag).lstrip("-").isdigit():
-                lags[int(lag)] += int(rows)
+            if rows is not None and re.fullmatch(r"\d{1,6}", str(lag)):
+                lags[min(int(lag), _LAST_LAG)] += int(rows)
     return lags
 
 
@@ -329,9 +331,10 @@ def _staleness_histogram(groups: Sequence[Group]) -> Chart:
 
     seen = sum((count(run) for group in groups for run in group.runs), Counter())
     lags = range(min(seen, default=0), max(seen, default=0) + 1)
+    names = tuple(f"{lag}+" if lag == _LAST_LAG else f"{lag}" for lag in lags)
     return Chart(
         "staleness_histogram", "Staleness, whole run", "versions", "share", _bars(groups, count, lags),
-        "share of trained rows", "Staleness", "bars", tuple(map(str, lags)),
+        "share of trained rows", "Staleness", "bars", names,
     )  # fmt: skip
 
 
@@ -387,7 +390,7 @@ def _end_to_end(groups: Sequence[Group]) -> Chart:
             ]
 
         series = _lines(groups, both, "", "number")
-    note = "seconds an update; generator, teacher and learner work at the same time"
+    note = "seconds; generator, teacher and learner overlap"
     return Chart("work", "Work per update", "update", "number", series, note, "Time")
 
 

@@ -25,7 +25,6 @@ TOKEN_LIMIT = 2000
 """Tokens of one response that the page carries."""
 GAP_UNIT = 0.05
 """Nats; gaps of single tokens are rounded to it."""
-INDEX_LIMIT = 20_000
 
 
 def pack(value: Any) -> str:
@@ -87,14 +86,18 @@ class EpisodeStore:
     Attributes:
         budget: Bytes of packed texts at most.
         limit: Episodes with text at most; None: as the budget allows.
+        index_limit: Episodes in the list at most.
         vocabulary: Token id -> text, of the run's tokenizer; may be empty.
     """
 
     budget: int = 12 << 20
     limit: int | None = None
+    index_limit: int = 20_000
     vocabulary: dict[int, str] = field(default_factory=dict)
-    _index: Thinning = field(default_factory=lambda: Thinning(INDEX_LIMIT))
-    _texts: Thinning | None = None
+
+    def __post_init__(self) -> None:
+        self._index = Thinning(self.index_limit)
+        self._texts = Thinning(self.limit, self.budget)
 
     def add(self, rollout: Rollout, trained_at: dict[tuple[int, int], int]) -> None:
         """The next episode.
@@ -103,8 +106,6 @@ class EpisodeStore:
             rollout: The episode.
             trained_at: (rollout id, turn index) -> update of its training.
         """
-        if self._texts is None:
-            self._texts = Thinning(self.limit, self.budget)
         self._index.add(episode_index(rollout, trained_at))
         if not self._texts.wants_next():
             self._texts.skip()
@@ -116,7 +117,7 @@ class EpisodeStore:
     @property
     def episodes(self) -> list[dict[str, Any]]:
         """The index, oldest first; ``x`` is an episode's place among `texts`, absent without a text."""
-        texts = {place: number for number, place in enumerate(self._kept_texts())}
+        texts = {place: number for number, place in enumerate(self._texts.items())}
         return [
             entry | ({"x": texts[place]} if place in texts else {})
             for place, entry in self._index.items().items()
@@ -125,14 +126,11 @@ class EpisodeStore:
     @property
     def texts(self) -> list[str]:
         """Packed texts of episodes, oldest first."""
-        return [text for text, _ in self._kept_texts().values()]
-
-    def _kept_texts(self) -> dict[int, Any]:
-        return self._texts.items() if self._texts is not None else {}
+        return [text for text, _ in self._texts.items().values()]
 
     def packed_index(self) -> str:
         """Episodes, and the texts of the tokens that occur in them."""
-        used = set().union(*(tokens for _, tokens in self._kept_texts().values()))
+        used = set().union(*(tokens for _, tokens in self._texts.items().values()))
         words = {token: self.vocabulary[token] for token in sorted(used) if token in self.vocabulary}
         return pack({"episodes": self.episodes, "words": words})
 

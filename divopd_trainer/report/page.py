@@ -33,6 +33,7 @@ __all__ = ["ReportFiles", "render", "write_report"]
 
 EPISODE_BYTES = 12 << 20
 """Packed episode texts of a page, all runs together."""
+EPISODES_LISTED = 24_000
 
 
 @dataclass
@@ -98,9 +99,10 @@ def write_report(
         paths.append(path)
     runs = [collect(read_run(path), name, teacher) for path, name in zip(paths, _names(paths))]
     groups = group_runs(runs, labels)
-    budget, most = EPISODE_BYTES // len(runs), None if episodes is None else max(1, episodes // len(runs))
+    most = None if episodes is None else max(1, episodes // len(runs))
+    limits = (EPISODE_BYTES // len(runs), most, max(100, EPISODES_LISTED // len(runs)))
     scans = [
-        [scan_rollouts(run.run, EpisodeStore(budget, most, find_vocabulary(run.run))) for run in group.runs]
+        [scan_rollouts(run.run, EpisodeStore(*limits, find_vocabulary(run.run))) for run in group.runs]
         for group in groups
     ]
     charts = charts_of(groups, scans)
@@ -191,7 +193,7 @@ def render(
     digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
     values = {
         "hash": digest,
-        "kind": "many" if many else "one",
+        "kind": "many crowded" if len(groups) > 3 else "many" if many else "one",
         "style": _asset("report.css"),
         "script": script,
         "title": html.escape(title),

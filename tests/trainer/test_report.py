@@ -163,6 +163,16 @@ def test_the_staleness_histogram_counts_rows_of_every_update(run_dir):
     assert chart.series[0].y[place] == pytest.approx(stale / rows)
 
 
+def test_lags_beyond_all_use_share_one_bar(tmp_path):
+    path = metric_run(tmp_path / "run", updates=4)
+    with RunWriter(path) as writer:
+        at = dict(update=5, policy_version=5, env_turns=0)
+        writer.write_metrics(kind="train", **at, staleness={"0": 1, "999999": 3, "1" * 5000: 4, "-1": 9})
+    chart = charts_by_key(path)["staleness_histogram"]
+    assert chart.categories[-1] == "30+" and len(chart.categories) == 31
+    assert chart.series[0].y[-1] == pytest.approx(3 / (4 * 64 + 4))
+
+
 def test_idle_shares_are_of_waiting_time_and_of_episode_slots(run_dir):
     figures = collect(read_run(run_dir))
     learner, explorer = charts_by_key(run_dir)["idle"].series

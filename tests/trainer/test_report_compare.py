@@ -72,7 +72,8 @@ def test_means_of_seeds_are_what_the_success_chart_shows(tmp_path):
     chart = next(chart for chart in charts_of(grouped(*paths)) if chart.key == "success_updates")
     mean = next(series for series in chart.series if series.style == "solid")
     assert mean.y == pytest.approx([0.0, 0.5, 0.9])
-    assert len([series for series in chart.series if series.style == "thin"]) == 3
+    thin = [series.label for series in chart.series if series.style == "thin"]
+    assert thin == ["divopd, seed 0", "divopd, seed 1", "divopd, seed 2"]
     assert mean.low[1] < 0.5 < mean.high[1]
 
 
