@@ -76,7 +76,7 @@ def check_run(config: DivOPDConfig) -> Findings:
     run_dir.check(resume=bool(config.resume_from_checkpoint))
     explorer_config(config)
     codec = check_models(config, findings)
-    training = check_environment(config, config.environment(), f"split {config.split!r}")
+    training = check_environment(config, config.environment(), f"split {config.split!r}", training=True)
     findings.train_tasks = len(training.tasks)
     _check_context(config, codec, training, findings)
     if config.evaluates:
@@ -112,9 +112,12 @@ def check_models(config: DivOPDConfig, findings: Findings | None = None) -> Chat
             f"expected at most that. Set max_model_len to {positions} or less."
         )
     if config.engine == "local":
-        _read("teacher", config.teacher, AutoConfig)
-        report = compare_tokenizers(tokenizer, _read("teacher", config.teacher, AutoTokenizer))
-        findings.notes += report.check(config.tokenizer_mismatch_limit)
+        others = {f"teachers[{label!r}]": path for label, path in config.teachers.items()}
+        for name, path in {"teacher": config.teacher, **others}.items():
+            _read(name, path, AutoConfig)
+            report = compare_tokenizers(tokenizer, _read(name, path, AutoTokenizer))
+            notes = report.check(config.tokenizer_mismatch_limit)
+            findings.notes += notes if name == "teacher" else [f"{name}: {note}" for note in notes]
     return codec
 
 
@@ -155,16 +158,19 @@ def _check_head(path: str, model: Any) -> None:
             )
 
 
-def check_environment(config: DivOPDConfig, env_kwargs: dict[str, Any], where: str) -> EnvironmentProbe:
+def check_environment(
+    config: DivOPDConfig, env_kwargs: dict[str, Any], where: str, *, training: bool = False
+) -> EnvironmentProbe:
     """Start one environment in a process of its own, list its tasks, and begin the first.
 
     Args:
         config: The run's settings.
         env_kwargs: Arguments of the environment.
         where: How messages call the split.
+        training: Whether training episodes are played in it, which may need reference trajectories.
 
     Raises:
-        ConfigError: The environment cannot be made, or has no task.
+        ConfigError: The environment cannot be made, has no task, or lacks what the controller needs.
         DataNotFoundError: Its data are missing.
     """
     from divopd_gym.pool import EnvPool
@@ -187,6 +193,8 @@ def check_environment(config: DivOPDConfig, env_kwargs: dict[str, Any], where: s
                 )
             observation, info = env.reset(task=tasks[0])
             versions = env.call("versions")
+            if training:
+                _check_reference(config, env, tasks[0], where)
     except DivOPDError as error:
         cause = error
         while cause is not None:
@@ -199,6 +207,29 @@ def check_environment(config: DivOPDConfig, env_kwargs: dict[str, Any], where: s
             "the data with 'divopd data check'."
         ) from error
     return EnvironmentProbe(tasks, observation, info, dict(versions or {}))
+
+
+def _check_reference(config: DivOPDConfig, env: Any, task: str, where: str) -> None:
+    """Refuse a controller that replays reference trajectories where there are none, or none that leave a turn."""
+    controller = build("controller", config.controller, config.controller_kwargs, config.facts())
+    if not getattr(controller, "needs_reference", False):
+        return
+    try:
+        path = env.call("gold_path")
+    except DivOPDError:
+        path = None
+    if path is None:
+        raise ConfigError(
+            f"The controller {config.controller!r} replays reference trajectories, but {config.env_id} has none for "
+            f"task {task!r} of {where} (gold_path() is None). Use a split or environment with gold paths, or method: "
+            "tcod-f2b."
+        )
+    if len(path) > config.max_turns:
+        raise ConfigError(
+            f"The controller {config.controller!r} replays reference trajectories, and that of task {task!r} of {where} "
+            f"has {len(path)} turns, but max_turns is {config.max_turns}: the student would never act. Raise max_turns "
+            f"to {len(path)} or more."
+        )
 
 
 def _is_pool_error(error: BaseException) -> bool:

@@ -37,6 +37,18 @@ def copy_student(student, target, edit):
     return str(target)
 
 
+def rotate_words(model):
+    """Give every word of a saved tokenizer the id of the next one."""
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    ids = {w: i for w, i in vocab.items()}
+    shifted = [w for w in ids if w.startswith("w")]
+    for word, other in zip(shifted, shifted[1:] + shifted[:1], strict=True):
+        vocab[word] = ids[other]
+    path.write_text(json.dumps(content))
+
+
 def test_a_good_run_passes_and_says_what_was_seen(make):
     findings = check_run(make())
     assert findings.train_tasks == findings.eval_tasks == 2
@@ -98,14 +110,7 @@ def test_a_model_without_chat_template_is_refused(make, student, tmp_path):
 
 def test_a_teacher_whose_tokenizer_differs_is_refused(make, tmp_path):
     teacher = Path(save_student(tmp_path / "teacher", vocab=64))
-    path = teacher / "tokenizer.json"
-    content = json.loads(path.read_text())
-    vocab = content["model"]["vocab"]
-    ids = {w: i for w, i in vocab.items()}
-    shifted = [w for w in ids if w.startswith("w")]
-    for word, other in zip(shifted, shifted[1:] + shifted[:1], strict=True):
-        vocab[word] = ids[other]
-    path.write_text(json.dumps(content))
+    rotate_words(teacher)
     with pytest.raises(ConfigError, match="mean something else to the teacher"):
         check_models(make(teacher=str(teacher)))
 
@@ -114,6 +119,34 @@ def test_a_teacher_whose_tokenizer_differs_is_refused(make, tmp_path):
 def test_a_missing_model_is_refused_by_its_field(make, field):
     with pytest.raises(ConfigError, match=f"{field} is '/no/such/model', which is no directory"):
         check_models(make(**{field: "/no/such/model"}))
+
+
+def test_b2f_is_refused_where_there_are_no_gold_paths_and_where_they_leave_the_student_no_turn(make):
+    def check(**changes):
+        c = make(method="tcod-b2f", max_turns=5, **changes)
+        return check_environment(c, c.environment(), "split 'train'", training=True)
+
+    with pytest.raises(ConfigError, match=r"tcod-b2f.*gold_path\(\) is None.*method: tcod-f2b"):
+        check()
+    with pytest.raises(ConfigError, match="has 6 turns, but max_turns is 5.*Raise max_turns to 6"):
+        check(env_kwargs={"gold": 6})
+    assert check(env_kwargs={"gold": 5}).tasks
+
+
+def test_evaluation_splits_need_no_gold_paths(make):
+    c = make(method="tcod-b2f", max_turns=5)
+    assert check_environment(c, c.environment(), "evaluation split").tasks
+
+
+def test_every_further_teacher_must_exist_and_fit_like_the_first(make, student, tmp_path):
+    routing = {"teacher_routing": {"boil/*": "chef"}}
+    with pytest.raises(ConfigError, match=r"teachers\['chef'\] is '/no/such/model'"):
+        check_models(make(teachers={"chef": "/no/such/model"}, **routing))
+    other = Path(save_student(tmp_path / "chef"))
+    rotate_words(other)
+    with pytest.raises(ConfigError, match="mean something else to the teacher"):
+        check_models(make(teachers={"chef": str(other)}, **routing))
+    assert check_models(make(teachers={"chef": student}, **routing)) is not None
 
 
 def test_a_student_that_changes_its_logits_after_the_head_is_refused(make, student, tmp_path):
