@@ -31,6 +31,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "audit",
         "diagnostics of a recorded run, and how well each preset's gradient stands for its pool's",
     ),
+    "compare": ("compare", "several methods over several seeds, with a report that compares them"),
+    "methods": ("methods", "the methods that --method knows, and what each stands for"),
     "report": ("report", "one HTML page and PNG curves of one or several runs"),
     "data": ("data", "download and check benchmark data"),
 }

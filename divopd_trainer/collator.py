@@ -19,6 +19,7 @@ import numpy as np
 from divopd_gym.errors import DivOPDError
 
 from .composer import Batch, BatchComposer
+from .diagnostics import batch_facts, depth_outcome
 from .metrics import effective_rollouts, top1_share
 from .packing import MicroBatch, pack, split_ranks
 from .records import BatchRecord, RunWriter
@@ -26,6 +27,9 @@ from .turns import Rollout, Turn
 from .weighting import RowWeighting
 
 __all__ = ["ComposedBatch", "PackOptions", "RolloutSource", "TurnCollator", "check_rollout"]
+
+
+_OUTCOMES_KEPT = 10_000
 
 
 class RolloutSource(Protocol):
@@ -162,6 +166,7 @@ class TurnCollator:
         self._arrivals: list[Turn] = []
         self._held_back: list[Rollout] = []
         self._usage = _Usage()
+        self._outcomes: dict[int, bool] = {}
         self._wait_began: float | None = None
         self.counters: Counter[str] = Counter()
         composer.on_drop = self._dropped
@@ -214,6 +219,9 @@ class TurnCollator:
         turns = [turn for turn in rollout.turns if turn.trainable]
         self.counters["turns"] += len(turns)
         self._usage.arrived(rollout)
+        self._outcomes[rollout.rollout_id] = bool(rollout.success)
+        while len(self._outcomes) > _OUTCOMES_KEPT:
+            self._outcomes.pop(next(iter(self._outcomes)))
         self._arrivals += turns
         self.composer.feed(turns)
 
@@ -308,7 +316,8 @@ class TurnCollator:
         return {
             "rows": len(rows),
             "dead_rows": sum(not turn.valid for turn in rows),
-            "short": len(rows) < self.composer.batch_rows,
+            # A budget of tokens buys as many rows as it buys.
+            "short": len(rows) < self.composer.batch_rows and "token_budget" not in batch.facts,
             "forwarded_tokens": sum(merged.values()),
             "forwarded_tokens_rows": apart,
             "padded_tokens": sum(m.padded_tokens for share in shares for m in share),
@@ -326,6 +335,9 @@ class TurnCollator:
             "pending": len(batch.pending),
             "unread": self.composer.unread,
             "staleness": {str(age): staleness[age] for age in sorted(staleness)},
+            "depth_outcome": depth_outcome(((t.rollout_id, t.index) for t in rows), self._outcomes),
+            **batch_facts(rows),
+            **batch.facts,
             "valid_rollouts": self._usage.valid,
             "never_used": self._usage.never_used,
         }
@@ -338,6 +350,7 @@ class TurnCollator:
             "weighting": _state_of(self.weighting),
             "counters": dict(self.counters),
             "usage": self._usage.state(),
+            "outcomes": list(self._outcomes.items()),
             "arrivals": [[turn.rollout_id, turn.index] for turn in self._arrivals],
         }
 
@@ -347,6 +360,7 @@ class TurnCollator:
             self.weighting.load_state_dict(state["weighting"])
         self.counters = Counter(state["counters"])
         self._usage.load(state["usage"])
+        self._outcomes = dict(map(tuple, state.get("outcomes", [])))
         turns = {(turn.rollout_id, turn.index): turn for turn in self.composer.state_dict()["unread"]}
         self._arrivals = [turns[rid, i] for rid, i in map(tuple, state["arrivals"]) if (rid, i) in turns]
 

@@ -133,14 +133,14 @@ def check_together(config: Any) -> None:
 
 def _check_method(config: Any) -> None:
     """Every part must exist, take its options, and find what it needs; see `registry.SEAMS`."""
-    if config.composer not in PRESETS:
-        if config.composer not in known("composer") and config.composer.count(":") != 1:
-            close = difflib.get_close_matches(config.composer, PRESETS, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(
-                f"composer is {config.composer!r}; expected one of {', '.join([*PRESETS, *known('composer')])}, or "
-                f"'module:name' of your own.{hint}"
-            )
+    composers = [*PRESETS, *known("composer")]
+    if config.composer not in composers and config.composer.count(":") != 1:
+        close = difflib.get_close_matches(config.composer, composers, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"composer is {config.composer!r}; expected one of {', '.join(composers)}, or 'module:name' of your "
+            f"own.{hint}"
+        )
     facts = config.facts()
     parts = {
         seam: build(seam, name, getattr(config, f"{seam}_kwargs"), facts)
@@ -184,6 +184,11 @@ def _check_method(config: Any) -> None:
         raise ConfigError(
             f"advantage {config.advantage!r} scores sampled tokens, but divergence is {config.divergence!r}. Set "
             "divergence to sampled_reverse_kl, or advantage to reverse-kl."
+        )
+    if config.divergence != "sampled_reverse_kl" and config.weighting in ("guided", "atod", "retire"):
+        raise ConfigError(
+            f"weighting {config.weighting!r} adds advantages of its own to sampled tokens, but divergence is "
+            f"{config.divergence!r}. Set divergence to sampled_reverse_kl."
         )
     if config.extrapolate_every and not config.extrapolate_factors:
         raise ConfigError("extrapolate_every is set without extrapolate_factors; give some, e.g. [0.5, 1.0].")

@@ -1,0 +1,213 @@
+"""A comparison: several methods, several seeds, one run after another; what is done is not done again.
+
+Every run is a process of its own, `divopd train` with the same settings but for method, seed and run directory, so
+that nothing of one run can leak into the next and each can be repeated by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from divopd_gym.errors import ConfigError
+
+from .metrics_log import read_metrics
+from .run_dir import RunDir
+
+__all__ = ["Plan", "PlannedRun", "run_all"]
+
+_FINISHED = "finished.json"
+_TAIL = 4000
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of the comparison.
+
+    Attributes:
+        method: Preset.
+        seed: Seed.
+        path: Its run directory.
+    """
+
+    method: str
+    seed: int
+    path: Path
+
+    @property
+    def label(self) -> str:
+        """Name of the method, without folder and ending where it is a file."""
+        return Path(self.method).stem if self.method.endswith((".yaml", ".yml")) else self.method
+
+    @property
+    def done(self) -> bool:
+        """Whether it ran to its end."""
+        return (self.path / _FINISHED).exists()
+
+    def command(self) -> list[str]:
+        """Options of `divopd train` that are this run's own."""
+        return ["--method", self.method, "--seed", str(self.seed), "--run_dir", str(self.path)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All runs, and the settings they share.
+
+    Attributes:
+        out: Directory; a run lies in ``METHOD/seed-N`` below it.
+        settings: Options of `divopd train` for every run.
+        runs: Seed by seed, all methods within one, so that an early stop leaves a fair comparison.
+    """
+
+    out: Path
+    settings: Sequence[str]
+    runs: Sequence[PlannedRun]
+
+    @classmethod
+    def of(cls, out: Path, methods: Sequence[str], seeds: Sequence[int], settings: Sequence[str]) -> Plan:
+        """Lay out the runs.
+
+        Raises:
+            ConfigError: Two methods would share a directory, or the directory holds runs with other settings.
+        """
+        runs = [
+            PlannedRun(method, seed, out / PlannedRun(method, seed, out).label / f"seed-{seed}")
+            for seed in seeds
+            for method in methods
+        ]
+        if len({run.path for run in runs}) < len(runs):
+            raise ConfigError(
+                f"methods {', '.join(methods)} and seeds {list(seeds)} name a run twice; list each once."
+            )
+        plan = cls(out, list(settings), runs)
+        plan._check_settings()
+        return plan
+
+    def _check_settings(self) -> None:
+        """Runs that are there must have been made with the same settings: else the comparison would compare those."""
+        note = self.out / "comparison.json"
+        if note.exists() and (found := json.loads(note.read_text("utf-8"))["settings"]) != list(
+            self.settings
+        ):
+            raise ConfigError(
+                f"{self.out} holds runs made with {' '.join(found) or 'no settings'}, this comparison has "
+                f"{' '.join(self.settings) or 'none'}. Use the same settings to go on, or another --out."
+            )
+
+    def write(self) -> None:
+        """Make the directory and note the settings in it."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"settings": list(self.settings)}, indent=1)
+        (self.out / "comparison.json").write_text(text, encoding="utf-8")
+
+
+def run_all(
+    plan: Plan,
+    *,
+    note: Callable[[str], None] = print,
+    timeout_s: float | None = None,
+    keep_going: bool = True,
+) -> dict[Path, str]:
+    """Run what is not done yet, one process at a time; interrupted runs go on from their last checkpoint.
+
+    Args:
+        plan: The runs.
+        note: Takes a line of progress.
+        timeout_s: Seconds a run may take; None: without limit.
+        keep_going: Go on with the next run when one fails.
+
+    Returns:
+        Run directory -> why it failed.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the run in progress has then written a checkpoint.
+    """
+    plan.write()
+    failures: dict[Path, str] = {}
+    seconds: list[float] = []
+    waiting = [run for run in plan.runs if not run.done]
+    if len(waiting) < len(plan.runs):
+        note(f"{len(plan.runs) - len(waiting)} of {len(plan.runs)} runs are done already.")
+    for number, run in enumerate(waiting):
+        left = ""
+        if seconds:
+            left = f", about {sum(seconds) / len(seconds) * (len(waiting) - number) / 60:.0f} min to go"
+        note(
+            f"[{len(plan.runs) - len(waiting) + number + 1}/{len(plan.runs)}] {run.label}, seed {run.seed}{left}"
+        )
+        began = time.monotonic()
+        why = _run(plan, run, timeout_s)
+        seconds.append(time.monotonic() - began)
+        if why is None:
+            note(f"    {_outcome(run)}, {seconds[-1] / 60:.1f} min")
+            continue
+        failures[run.path] = why
+        note(f"    failed: {why.splitlines()[-1] if why else 'no message'} (log: {run.path / 'train.log'})")
+        if not keep_going:
+            break
+    return failures
+
+
+def _run(plan: Plan, run: PlannedRun, timeout_s: float | None) -> str | None:
+    """One run to its end; None, or why it failed."""
+    extra = []
+    if RunDir(run.path).holds_run:
+        if any(RunDir(run.path).checkpoints.glob("checkpoint-*")):
+            extra = ["--resume_from_checkpoint", "true"]
+        else:
+            _set_aside(run.path)
+    run.path.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "divopd_trainer.cli", "train", *plan.settings, *run.command(), *extra]
+    log = run.path / "train.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            # Ctrl-C and the time's end: the run gets the chance to write its checkpoint, once.
+            _end(process)
+    if code == 0:
+        (run.path / _FINISHED).write_text(json.dumps({"method": run.method, "seed": run.seed}), "utf-8")
+        return None
+    if code is None:
+        return f"it took longer than {timeout_s:.0f} s"
+    with log.open("rb") as text:
+        text.seek(max(0, log.stat().st_size - _TAIL))
+        last = text.read().decode("utf-8", "replace").strip()
+    return last or f"exit code {code}"
+
+
+def _end(process: subprocess.Popen, grace_s: float = 60.0) -> None:
+    for number, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, 10.0)):
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+
+
+def _set_aside(path: Path) -> None:
+    """What was recorded stays, under another name: a run without a checkpoint cannot go on."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.unfinished-{number}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def _outcome(run: PlannedRun) -> str:
+    lines = read_metrics(run.path, ["eval"])
+    if not lines:
+        return "no evaluation"
+    points = sorted((line["update"], line["success_rate"]) for line in lines)
+    return f"success {points[0][1]:.1%} -> {points[-1][1]:.1%} after {points[-1][0]} updates"
