@@ -53,7 +53,11 @@ def _parser() -> Parser:
         "--teacher", metavar="FILE.json", help="the teacher's evaluation, as divopd eval --out wrote it"
     )
     parser.add_argument(
-        "--png", action=argparse.BooleanOptionalAction, default=True, help="draw PNG curves too"
+        "--curves",
+        "--png",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="write every curve as PNG, SVG and CSV too",
     )
     return parser
 
@@ -92,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
         args.runs,
         args.out,
         title=args.title,
-        png=args.png,
+        png=args.curves,
+        curves=args.curves,
         episodes=args.episodes,
         labels=labels,
         teacher=teacher,

@@ -150,4 +150,4 @@ def test_methods_that_were_never_evaluated_are_still_compared_in_the_charts(tmp_
     comparison = compare(grouped(*paths))
     assert comparison.target is None and comparison.budget == 0
     page = write_report(paths, tmp_path / "out", png=False).html.read_text()
-    assert 'id="chart-kl"' in page and "chart-success" not in page
+    assert 'id="chart-kl"' in page and 'id="chart-success' not in page
