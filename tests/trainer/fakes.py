@@ -34,6 +34,9 @@ class CounterEnv(gymnasium.Env):
     def pid(self):
         return os.getpid()
 
+    def gold_path(self):
+        return [f"go {n}" for n in range(1, self.goal_number + 1)]
+
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         task = (options or {}).get("task") or self.tasks[int(self.np_random.integers(len(self.tasks)))]
