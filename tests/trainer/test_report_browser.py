@@ -59,7 +59,9 @@ def test_the_list_is_filtered_and_walked_with_the_keyboard(single, browser):
         "(document.querySelector('select[aria-label=outcome]'))"
     )
     browser.until(f"document.querySelector('.count').textContent !== '{every}'")
-    assert browser.js("[...document.querySelectorAll('.outcome')].every(e => e.textContent !== 'turn limit')")
+    assert browser.js(
+        "[...document.querySelectorAll('.item .outcome')].every(e => e.textContent === 'solved')"
+    )
     first = browser.js("document.querySelector('.item[aria-selected=true]').dataset.id")
     browser.js(
         "document.querySelector('.rows').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowDown'}))"

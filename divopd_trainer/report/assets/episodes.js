@@ -99,8 +99,10 @@
     }
     count.textContent = shown.length.toLocaleString("en") + (shown.length === 1 ? " episode" : " episodes");
     spacer.style.height = shown.length * ROW + "px";
-    if (!shown.includes(state.episode)) { state.episode = shown[0] ?? null; rows.scrollTop = 0; await drawDetail(); }
+    const other = !shown.includes(state.episode);
+    if (other) { state.episode = shown[0] ?? null; rows.scrollTop = 0; }
     drawRows();
+    if (other) await drawDetail();
     document.documentElement.dataset.ready = String(Math.round(performance.now()));
   };
 
