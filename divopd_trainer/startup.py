@@ -301,7 +301,7 @@ def explorer_config(
         "probe_rollouts": config.probe_rollouts,
         "review": config.review,
         "review_kwargs": config.review_kwargs,
-        "lazy_scoring": config.lazy_scoring,
+        "lazy_scoring": config.lazy_scoring and not _asks(config, "needs_whole_rollouts"),
         "pool_turns": _pool_turns(config),
         "batch_rows": config.batch_rows,
         "max_staleness": config.max_staleness,
@@ -320,10 +320,13 @@ def explorer_config(
 
 
 def _needs_candidates(config: DivOPDConfig) -> bool:
-    if config.divergence in ("forward_kl_topk", "jsd_topk"):
-        return True
+    return config.divergence in ("forward_kl_topk", "jsd_topk") or _asks(config, "needs_topk")
+
+
+def _asks(config: DivOPDConfig, attribute: str) -> bool:
+    """Whether the run's weighting has this attribute set."""
     weighting = build("weighting", config.weighting, config.weighting_kwargs, config.facts())
-    return bool(getattr(weighting, "needs_topk", False))
+    return bool(getattr(weighting, attribute, False))
 
 
 def _pool_turns(config: DivOPDConfig) -> int:

@@ -72,6 +72,7 @@ class ATODWeighting:
     """
 
     needs_groups = True
+    needs_whole_rollouts = True
     gives_rewards = True
 
     def __init__(

@@ -22,6 +22,7 @@ COUNTERS: dict[str, str] = {
     "context_overflows": "episodes cut because the context was full",
     "turn_limits": "episodes cut at the horizon",
     "stale_at_source": "valid turns that were too old to train when their episode ended",
+    "unscored_turns": "turns not scored because they could no longer train, of episodes that were scored",
     "unscored_episodes": "episodes not scored because no turn of theirs could still train",
     "response_tokens": "tokens written by the student",
     "scored_tokens": "tokens the teacher read to score",
@@ -77,9 +78,13 @@ class Counters:
         self.add("invalid_actions", sum(not turn.action_valid for turn in rollout.turns))
         self.add("response_tokens", sum(turn.n_tokens for turn in students))
         if scored:
-            self.add("dead_rows", sum(not turn.valid for turn in students))
+            late = [turn for turn in students if "unscored" in turn.info]
+            self.add("unscored_turns", len(late))
+            self.add("dead_rows", sum(not turn.valid for turn in students) - len(late))
             ends: dict[int, int] = {}
             for turn in students:
+                if "unscored" in turn.info:
+                    continue
                 ends[id(turn.segment)] = max(turn.end, ends.get(id(turn.segment), 0))
             self.add("scored_tokens", sum(ends.values()))
         else:

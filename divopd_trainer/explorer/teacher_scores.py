@@ -28,6 +28,7 @@ async def score_rollout(
     teacher_vocabulary: np.ndarray | None = None,
     topk: int = 0,
     timeout_s: float = 300.0,
+    oldest_version: int | None = None,
 ) -> None:
     """Have the teacher score every student turn, one call a segment, and judge the turns again, in place.
 
@@ -39,6 +40,7 @@ async def score_rollout(
         teacher_vocabulary: bool [V], see `run_episode`.
         topk: Candidates a token to keep.
         timeout_s: Seconds for all of it.
+        oldest_version: Turns of older weights can no longer train: they are left unscored, with ``info["unscored"]``.
 
     Raises:
         EpisodeFailure: The teacher failed or took too long.
@@ -46,7 +48,11 @@ async def score_rollout(
     begun = time.monotonic()
     by_segment: dict[int, list[int]] = {}
     for place, turn in enumerate(rollout.turns):
-        if turn.actor == Actor.STUDENT.value and turn.n_tokens:
+        if turn.actor != Actor.STUDENT.value or not turn.n_tokens:
+            continue
+        if oldest_version is not None and turn.policy_version < oldest_version:
+            turn.info["unscored"] = "stale"
+        else:
             by_segment.setdefault(id(turn.segment), []).append(place)
 
     async def score_segment(places: list[int]) -> None:

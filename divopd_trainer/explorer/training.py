@@ -173,6 +173,7 @@ class TrainingEpisodes:
             return False
         # A slow learner's full pool is no fault of the episode.
         deadline += time.monotonic() - begun
+        lazy = config.lazy_scoring and not probe and self.review is None
         try:
             await score_rollout(
                 rollout,
@@ -180,6 +181,7 @@ class TrainingEpisodes:
                 teacher_vocabulary=vocabulary,
                 topk=config.teacher_topk,
                 timeout_s=max(1.0, deadline - time.monotonic()),
+                oldest_version=explorer.pacer.oldest_usable if lazy else None,
             )
             if self.review is not None:
                 await self.review.review(

@@ -1,6 +1,7 @@
 """One episode: ids that only grow, limits in their order, faults that cost one episode."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from divopd_gym.errors import ConfigError
 from divopd_gym.prompts import get_prompt
 from divopd_trainer.controller import GuidedOPD, StudentOnly
 from divopd_trainer.engines.base import TokenScores
+from divopd_trainer.explorer.counters import Counters
 from divopd_trainer.explorer.episode import (
     EpisodeFailure,
     EpisodeLimits,
@@ -301,3 +303,15 @@ def test_unknown_history_is_refused(history):
 def test_impossible_limit_is_refused_by_name(field):
     with pytest.raises(ConfigError, match=field):
         EpisodeLimits(**{field: 0})
+
+
+def test_turns_too_old_to_train_are_left_unscored_and_say_so():
+    student, teacher = FakeStudent(skill=0.0), FakeTeacher()
+    rollout = play("3/0", student=student, teacher=teacher, score=False)
+    rollout.turns = [dataclasses.replace(t, policy_version=t.index // 4) for t in rollout.turns]
+    asyncio.run(score_rollout(rollout, teacher, oldest_version=1))
+    assert [t.valid for t in rollout.turns] == [False] * 4 + [True] * 4
+    assert all(t.info.get("unscored") == ("stale" if t.index < 4 else None) for t in rollout.turns)
+    counters = Counters()
+    counters.episode(rollout, scored=True)
+    assert counters.totals["unscored_turns"] == 4 and counters.totals["dead_rows"] == 0
