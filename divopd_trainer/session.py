@@ -48,6 +48,7 @@ class RunSession:
         stop_reason: Why the run is to end early ("SIGINT" ...), or None.
         last_line: The newest train line.
         lost_evaluations: Evaluations that were asked for and failed.
+        awaited: Requests that somebody else waits for; their answers are put here and are no evaluation of the run.
     """
 
     explorer_line_every_s = 5.0
@@ -68,6 +69,7 @@ class RunSession:
         self.writer: RunWriter | None = None
         self.collator: TurnCollator | None = None
         self._resumed = resumed
+        self.awaited: dict[int, EvalDone | None] = {}
         self._evaluations: dict[int, dict[str, Any]] = {}
         self._done_evaluations: set[int] = set()
         self._last_explorer_line = 0.0
@@ -179,24 +181,35 @@ class RunSession:
                 f"The evaluation of update {version} is lost: its weights were not handed over."
             )
             return
-        request = self.explorer.new_request_id()
-        message = Evaluate(
-            request,
+        message = self.evaluation_of(version, self.trainer.policy_files.pin(version), self.args.eval_episodes)
+        self._evaluations[message.request_id] = {"update": version, "asked_s": self.writer.metrics.wall_s}
+        self.explorer.send(message)
+
+    def evaluation_of(self, version: int, path: Path, episodes: int | None) -> Evaluate:
+        """The request to play a file of weights as this run evaluates; sends nothing."""
+        return Evaluate(
+            self.explorer.new_request_id(),
             version,
-            str(self.trainer.policy_files.pin(version)),
-            episodes=self.args.eval_episodes,
+            str(path),
+            episodes=episodes,
             temperature=self.args.eval_temperature or 1.0,
             max_turns=self.args.max_turns,
             greedy=self.args.eval_temperature == 0,
             seed=self.args.seed,
         )
-        self._evaluations[request] = {"update": version, "asked_s": self.writer.metrics.wall_s}
-        self.explorer.send(message)
+
+    @property
+    def open_evaluations(self) -> int:
+        """Evaluations asked for and not yet answered."""
+        return len(self._evaluations)
 
     def _evaluated(self) -> set[int]:
         return {item["update"] for item in self._evaluations.values()} | self._done_evaluations
 
     def _evaluation_done(self, message: EvalDone) -> None:
+        if message.request_id in self.awaited:
+            self.awaited[message.request_id] = message
+            return
         asked = self._evaluations.get(message.request_id)
         if asked is None:
             return
@@ -291,6 +304,10 @@ class RunSession:
                 "lost_evaluations": self.lost_evaluations,
             },
         )
+
+    def write_line(self, kind: str, values: dict[str, Any]) -> None:
+        """Add a line about the newest weights to metrics.jsonl."""
+        self._write(kind, self.update, self.update, values)
 
     def _write(self, kind: str, update: int, version: int, values: dict[str, Any]) -> dict[str, Any]:
         stamps = {"kind": kind, "update": update, "policy_version": version, "env_turns": self.env_turns}

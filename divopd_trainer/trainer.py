@@ -35,6 +35,7 @@ from .advantage import Advantage  # noqa: E402
 from .collator import PackOptions  # noqa: E402
 from .composer import PRESETS, BatchComposer  # noqa: E402
 from .config import DivOPDConfig  # noqa: E402
+from .extrapolation import Extrapolation  # noqa: E402
 from .packing import MicroBatch  # noqa: E402
 from .policy_files import PolicyFiles  # noqa: E402
 from .registry import build, resolve  # noqa: E402
@@ -127,6 +128,9 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         self.session = None
         if self.accelerator.is_main_process:
             self.session = RunSession(self, side_state and (self._resume, side_state), progress)
+        self.extrapolation = Extrapolation(self) if args.extrapolate_every else None
+        if self.extrapolation is not None and self._resume:
+            self.extrapolation.load(self._resume)
         self.add_callback(_SessionCallback(self))
 
     def _send_telemetry(self) -> None:
@@ -234,9 +238,10 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         candidates = self.args.divergence in ("forward_kl_topk", "jsd_topk")
         loss = self.token_loss(logp[:, 1:] if candidates else logp, micro)
         with torch.no_grad():
-            # Replies that are imitated have no log-prob at generation: nothing to compare with.
+            # Replies that are imitated have no log-prob at generation: nothing to compare with. Weights may be 0 where
+            # rewards alone train, or for a turn that is skipped; such tokens are measured like any other.
             now = (logp if logp.ndim == 1 else logp[:, 0]).detach()
-            used = (micro.weights != 0) & torch.isfinite(micro.student_logprobs)
+            used = (micro.row >= 0) & torch.isfinite(micro.student_logprobs)
             gap = torch.where(used, now - micro.teacher_logprobs, 0.0).double()
             drift = torch.where(used, (now - micro.student_logprobs).abs(), 0.0).double()
             parts = torch.stack([gap.sum(), drift.sum(), used.sum().double()])
@@ -297,6 +302,8 @@ class DivOPDTrainer(AsyncDistillationTrainer):
 
     def _sync_weight(self) -> None:
         """Hand the current weights to the explorer; their version is the number of completed updates."""
+        if self.extrapolation is not None:
+            self.extrapolation.before_sync()
         began = time.perf_counter()
         version = self.state.global_step
         # TRL counts a version per sync, the one before the first update included; ours counts updates.
@@ -351,6 +358,8 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         if self.session is not None:
             partial = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             checkpoints.save_side_state(partial, self.session.side_state())
+            if self.extrapolation is not None:
+                self.extrapolation.save(partial)
             checkpoints.publish(partial, self.run_dir.checkpoints / partial.name)
             checkpoints.rotate(self.run_dir.checkpoints, self.args.keep_checkpoints)
         self.accelerator.wait_for_everyone()
