@@ -9,7 +9,7 @@ from fakes import END, ByteCodec, CounterEnv, FakeStudent, FakeTeacher, LocalHan
 
 from divopd_gym.errors import ConfigError
 from divopd_gym.prompts import get_prompt
-from divopd_trainer.controller import GuidedOPD, StudentOnly
+from divopd_trainer.controller import TCODB2F, GuidedOPD, StudentOnly
 from divopd_trainer.engines.base import TokenScores
 from divopd_trainer.explorer.counters import Counters
 from divopd_trainer.explorer.episode import (
@@ -265,6 +265,86 @@ def test_teacher_turns_stay_in_the_history_and_never_train():
     assert [spans for _, spans in teacher.scored] == [
         [(t.start, t.end) for t in rollout.turns if t.actor == "student"]
     ]
+
+
+def test_guided_episodes_carry_the_teachers_replies_as_turns_to_imitate():
+    teacher = FakeTeacher()
+    rollout = play("4/2", student=FakeStudent(), teacher=teacher, controller=GuidedOPD(updates=10), update=4)
+    by_teacher = [t for t in rollout.turns if t.actor == "teacher"]
+    assert 0 < len(by_teacher) < 4
+    for turn in by_teacher:
+        assert turn.imitated and turn.trainable and turn.valid and turn.score == 0.0
+        assert np.isnan(turn.student_logprobs).all() and turn.valid_mask().all()
+        assert np.allclose(
+            turn.teacher_logprobs, -0.1 - 0.001 * np.arange(turn.n_tokens)
+        )  # as it was sampled
+    scored = [span for _, spans in teacher.scored for span in spans]
+    assert scored == [(t.start, t.end) for t in rollout.turns if t.actor == "student"]
+    assert rollout.meta["controller"]["teacher_turns"] == len(by_teacher)
+
+
+def test_imitated_tokens_that_the_student_reads_otherwise_are_masked():
+    vocabulary = np.ones(300, bool)
+    vocabulary[ord("g")] = False
+    rollout = play(
+        "2/0", teacher=FakeTeacher(), controller=GuidedOPD(updates=10), teacher_vocabulary=vocabulary
+    )
+    assert [t.actor for t in rollout.turns] == ["teacher"] * 2  # b is 1 at the start
+    assert all(t.valid and t.valid_mask().tolist() == [False, True, True, True, True] for t in rollout.turns)
+
+
+def test_imitated_replies_without_a_single_shared_token_cannot_train():
+    nothing = np.zeros(300, bool)
+    rollout = play("2/0", teacher=FakeTeacher(), controller=GuidedOPD(updates=10), teacher_vocabulary=nothing)
+    assert {t.why_not for t in rollout.turns} == {"no_valid_token"}
+
+
+@pytest.mark.parametrize("history", ["accumulate", "window:2"])
+def test_b2f_replays_into_the_history_without_loss_and_the_student_goes_on_from_there(history):
+    student, teacher = FakeStudent(), FakeTeacher()
+    rollout = play(
+        "4/2", student=student, teacher=teacher, controller=TCODB2F(every=4), history=history, update=4
+    )
+    # Four actions, the last one never replayed, one less after four updates.
+    assert [t.actor for t in rollout.turns] == ["replay"] * 2 + ["student"] * 2
+    assert [t.action for t in rollout.turns] == ["go 1", "go 2", "go 3", "go 4"]
+    assert [t.valid for t in rollout.turns] == [False, False, True, True]
+    assert rollout.success and rollout.turns_played == 4 and rollout.meta["invalid_actions"] == 0
+    assert rollout.meta["controller"] == {"name": "tcod-b2f", "replayed_turns": 2}
+    assert len(student.requests) == 2
+    for turn, request in zip(rollout.turns[2:], student.requests):
+        assert np.array_equal(request.prompt_ids, turn.prompt_ids)
+    if history == "accumulate":
+        segment = rollout.turns[0].segment
+        text = ByteCodec().decode(segment.token_ids)
+        assert [text.count(f"go {n}") for n in (1, 2, 3, 4)] == [1, 1, 1, 1]
+        for before, after in zip(rollout.turns, rollout.turns[1:]):
+            assert after.segment is segment and after.start > before.end
+    assert rollout.policy_versions == (0, 0)
+
+
+def test_b2f_at_evaluation_replays_nothing():
+    rollout = play("4/2", controller=TCODB2F(), evaluating=True)
+    assert {t.actor for t in rollout.turns} == {"student"}
+
+
+def test_a_replay_that_solves_the_task_leaves_no_row():
+    class All(TCODB2F):
+        def replayed_turns(self, length, update):
+            return length
+
+    student, teacher = FakeStudent(), FakeTeacher()
+    rollout = play("3/1", student=student, teacher=teacher, controller=All())
+    assert rollout.success and {t.actor for t in rollout.turns} == {"replay"}
+    assert not any(t.trainable for t in rollout.turns) and rollout.policy_versions is None
+    assert student.requests == [] and teacher.scored == []
+
+
+def test_a_replay_that_does_not_fit_the_context_truncates_the_episode():
+    limits = EpisodeLimits(max_turns=8, max_tokens=4, max_model_len=70)
+    rollout = play("4/2", controller=TCODB2F(every=100), limits=limits)
+    assert rollout.done_reason == "context_overflow" and not rollout.success
+    assert {t.actor for t in rollout.turns} == {"replay"}
 
 
 def test_evaluation_is_the_student_alone():
