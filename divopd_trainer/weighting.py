@@ -138,7 +138,8 @@ class TurnOPDWeighting:
         total_updates: Updates of the whole run (K).
         start: Fraction of the run at which alpha leaves 0 (s).
         end: Fraction at which it reaches 1 (e).
-        cap: No turn's share may exceed this many times its token share (the survivor floor); None for no cap.
+        cap: No turn's share may exceed this many times its token share (the survivor floor); what is cut off goes to
+            the rollout's other turns. None for no cap.
 
     Raises:
         ConfigError: A range that is empty or a cap below 1.
@@ -171,9 +172,20 @@ class TurnOPDWeighting:
             n = np.array([counts[m] for m in members], np.float64)
             shares = np.array(turnopd_shares([counts[m] for m in members], self.alpha(update)))
             if self.cap is not None:
-                shares = np.minimum(shares, self.cap * n / n.sum())
-                shares = shares / shares.sum()
+                shares = _capped(shares, self.cap * n / n.sum())
             row_weight[members] = n.sum() * shares
         if live:
             row_weight *= len(live) / len(rows) / row_weight.sum()
         return [mask * (row_weight[i] / max(1, counts[i])) for i, mask in enumerate(masks)]
+
+
+def _capped(shares: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Shares that add up to 1, none above its limit; those below theirs keep their proportions. Limits add up to 1 or more."""
+    shares, full = shares.copy(), np.zeros(len(shares), np.bool_)
+    while (over := ~full & (shares > limits * (1 + 1e-12))).any():
+        full |= over
+        shares[full] = limits[full]
+        if full.all():
+            break
+        shares[~full] *= (1 - shares[full].sum()) / shares[~full].sum()
+    return shares

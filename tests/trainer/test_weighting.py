@@ -75,7 +75,28 @@ def test_turnopd_cap_bounds_what_a_thin_turn_gains():
     rows = [row(0, [1]), row(0, [1] * 99)]
     thin = [TurnOPDWeighting(1, cap=cap).weights(rows, 1)[0].sum() for cap in (None, 4.0)]
     assert thin[0] == pytest.approx(0.5)
-    assert thin[1] == pytest.approx(0.04 / 0.54)
+    assert thin[1] == pytest.approx(0.04)
+
+
+def test_what_a_cap_cuts_off_goes_to_the_other_turns_up_to_their_caps():
+    # Halfway shares of 1/6 + n/200 against a cap of 2 n/100: 0.1717, 0.2167 and 0.6117 against 0.02, 0.2 and 1.78.
+    rows = [row(0, [1] * n) for n in (1, 10, 89)]
+    found = [w.sum() for w in TurnOPDWeighting(2, cap=2.0).weights(rows, 1)]
+    assert found == pytest.approx([0.02, 0.2, 0.78])
+    uncapped = [w.sum() for w in TurnOPDWeighting(2, cap=None).weights(rows, 1)]
+    assert uncapped == pytest.approx([0.5 / 3 + n / 200 for n in (1, 10, 89)])
+
+
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=12),
+    st.floats(1.0, 6.0),
+    st.integers(0, 10),
+)
+def test_no_turn_weighs_more_than_its_cap(tokens, cap, update):
+    found = TurnOPDWeighting(10, cap=cap).weights([row(0, [1] * n) for n in tokens], update)
+    shares = np.array([w.sum() for w in found])
+    assert shares.sum() == pytest.approx(1)
+    assert (shares <= cap * np.array(tokens) / sum(tokens) * (1 + 1e-9)).all()
 
 
 @given(
