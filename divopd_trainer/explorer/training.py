@@ -223,7 +223,8 @@ class TrainingEpisodes:
 
     def _all_stale(self, rollout: Rollout) -> bool:
         oldest = self.explorer.pacer.oldest_usable
-        return bool(rollout.turns) and all(turn.policy_version < oldest for turn in rollout.turns)
+        versions = [turn.policy_version for turn in rollout.turns if turn.trainable]
+        return bool(versions) and max(versions) < oldest
 
     def _count_failure(self, ticket: Ticket, error: Exception) -> None:
         why = str(error) if isinstance(error, DivOPDError) else f"{type(error).__name__}: {error}"
@@ -241,7 +242,7 @@ class TrainingEpisodes:
 
     def _check_barren(self, rollout: Rollout) -> None:
         """Stop a run in which every episode is scored and nothing can ever train: the learner would wait for ever."""
-        barren = not any(turn.valid for turn in rollout.turns)
+        barren = not any(turn.valid or "unscored" in turn.info for turn in rollout.turns)
         self._barren_in_row = self._barren_in_row + 1 if barren else 0
         limit = _BARREN_PER_FAILURE * self.config.max_failures
         if self._barren_in_row >= limit:
