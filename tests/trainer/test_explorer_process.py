@@ -263,3 +263,24 @@ def test_buffer_keeps_order_and_counts_valid_turns():
     assert buffer.get(timeout=1.0).rollout_id == 1
     assert [r.rollout_id for r in buffer.drain()] == [2, 3]
     assert len(buffer) == 0 and buffer.valid_turns == 0
+
+
+def test_the_depth_of_a_horizon_goes_with_what_was_received_and_survives_a_death(started):
+    depth = {
+        "horizon": "turnopd",
+        "horizon_kwargs": {"warmup_updates": 2, "min_turns": 1},
+        "probe_rollouts": 3,
+    }
+    explorer = started(config(env_kwargs={"tasks": 200, "lengths": (50,)}, max_turns=4, epochs=1, **depth))
+    rollouts = collect(explorer, [], 6)
+    state = explorer.state()
+    assert state.depth["to_begin"] == 0 and state.depth["horizon"]["smoothed"] is not None
+    assert sum(bool(r.meta.get("probe")) for r in rollouts) == 3
+    smoothed = state.depth["horizon"]["smoothed"]
+    explorer.kill()
+    until(lambda: explorer.restarts == 1)
+    until(lambda: explorer.rollout_buffer.wait(0.1))
+    rollouts = collect(explorer, rollouts, len(rollouts) + 10)
+    # The round is over: the restarted explorer begins no other one, and knows how deep to go.
+    assert sum(bool(r.meta.get("probe")) for r in rollouts) == 3
+    assert explorer.state().depth["horizon"]["smoothed"] == smoothed
