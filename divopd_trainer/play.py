@@ -102,7 +102,12 @@ def _episode(env, task, seed, list_limit, lines, typed: bool, screen: _Screen) -
     screen.say(f"task {info.get('task')}", "2")
     turns = 0
     over = False
-    screen.say(observation)
+    screen.say(_lines(observation))
+    goal = str(info.get("goal") or "")
+    if " ".join(goal.split()).lower() not in " ".join(observation.split()).lower():
+        screen.say(f"goal: {goal}", "1")
+    if info.get("action_templates") and not info.get("admissible_actions"):
+        screen.say(f"forms of actions: {', '.join(map(str, info['action_templates']))}", "2")
     while not over:
         actions = list(info.get("admissible_actions") or [])
         screen.actions(actions, list_limit)
@@ -114,7 +119,7 @@ def _episode(env, task, seed, list_limit, lines, typed: bool, screen: _Screen) -
         turns += 1
         if expert is not None:
             expert.observe(action, observation, info)
-        screen.say(observation)
+        screen.say(_lines(observation))
         if not info.get("valid_action", True):
             screen.say("(not a valid action here)", "33")
         if reward:
@@ -126,6 +131,11 @@ def _episode(env, task, seed, list_limit, lines, typed: bool, screen: _Screen) -
         text = "solved" if solved else f"not solved ({reason})"
         screen.say(f"{text} in {turns} turns, score {info.get('score', 0.0):g}", "32" if solved else "31")
     return {**info, "turns_played": turns}
+
+
+def _lines(observation: str) -> str:
+    """Pages that separate their parts by a mark, with a part a line."""
+    return observation.replace(" [SEP] ", "\n")
 
 
 def _ask(env, expert, actions: list[str], lines, typed: bool, screen: _Screen) -> str | None:
