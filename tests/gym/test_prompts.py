@@ -258,3 +258,13 @@ def test_styles_fit_the_real_environment_and_its_grammar():
         if terminated or truncated:
             break
     assert info["success"]
+
+
+def test_scienceworlds_tiny_messages_hold_the_whole_task():
+    goal = "Your task is to find a(n) plant. First, focus on the thing. Then, move it to the red box in the kitchen."
+    text = get_prompt("divopd_gym/ScienceWorld-v0", "tiny").user(3, "You wait.", {"goal": goal}, [])
+    assert "find a(n) plant" in text and "red box in the kitchen" in text
+
+
+def test_tiny_replies_are_in_the_letters_of_tiny_messages():
+    assert get_prompt("divopd_gym/WebShop-v0", "tiny").reply("search[Buy a Lamp]") == "search[buy a lamp]"
