@@ -11,6 +11,7 @@ import json
 import math
 import os
 import random
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -379,7 +380,8 @@ def _trainer(
         use_cpu=not torch.cuda.is_available(),
         save_strategy="no",
         logging_steps=log_every,
-        disable_tqdm=quiet,
+        # A bar that redraws itself fills files and pipes.
+        disable_tqdm=quiet or not sys.stderr.isatty(),
         report_to=[],
         seed=seed,
         max_length=None,
