@@ -217,7 +217,9 @@ def test_play_takes_numbers_and_free_text():
 def test_play_answers_without_using_a_turn():
     info, out = played("?\ngold\n77\n\nquit\n", seed=0)
     assert info["turns_played"] == 0
-    assert "there is no expert" in out and "none is known" in out and "There is no action 77" in out
+    assert (
+        "there is no expert" in out and "from the start: go 1; go 2" in out and "There is no action 77" in out
+    )
 
 
 def test_play_ends_with_its_input():
