@@ -14,9 +14,9 @@ SHAPE = "tiny:layers=2,width=160,heads=5,mlp=448,positions=2048"
 UPDATES, ROWS = 20, 16
 # Options of `divopd expert`; updates of the teacher's and the student's training.
 RECIPES = {
-    "scienceworld": ({"episodes": 96, "repeats": 16, "workers": 1}, 70, 40),
-    "webshop": ({"episodes": 300, "repeats": 4, "workers": 0, "concurrency": 4}, 90, 50),
-    "textworld": ({"episodes": 96, "repeats": 12, "workers": 1}, 50, 30),
+    "scienceworld": ({"episodes": 96, "repeats": 16, "workers": 1}, 100, 60),
+    "webshop": ({"episodes": 300, "repeats": 4, "workers": 0, "concurrency": 4}, 100, 60),
+    "textworld": ({"episodes": 96, "repeats": 12, "workers": 1}, 90, 60),
 }
 
 pytestmark = [pytest.mark.e2e, pytest.mark.env, pytest.mark.timeout(900)]
