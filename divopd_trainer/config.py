@@ -66,8 +66,29 @@ class DivOPDConfig(AsyncDistillationConfig):
     )
     engine: str = _option(
         "local",
-        "Where student and teacher run while exploring: 'local' (transformers, inside the explorer process) or an "
-        "importable factory 'module:function'.",
+        "Where student and teacher run while exploring: 'local' (transformers, inside the explorer process), 'vllm' "
+        "(servers; see student_urls) or an importable factory 'module:function'.",
+    )
+    student_urls: list[str] | None = _option(
+        None, "vllm: addresses of the student's servers, all of one model; null: http://127.0.0.1:8000."
+    )
+    teacher_urls: list[str] | None = _option(
+        None,
+        "vllm: addresses of the teacher's servers, and 'label=address' for those in teachers; null: "
+        "http://127.0.0.1:8001.",
+    )
+    eval_urls: list[str] | None = _option(
+        None,
+        "vllm: addresses of student servers that only evaluations use; null: the student's own, which must then hold "
+        "several versions at once (LoRA adapters).",
+    )
+    weight_sync: str | None = _option(
+        None, "vllm: how weights get to the student's servers: a name, or an importable factory."
+    )
+    teacher_overlap: int = _option(
+        0,
+        "vllm: what the teacher's context cannot hold is scored in windows that read this many tokens again, so "
+        "approximately; 0: it stays unscored.",
     )
     tokenizer_mismatch_limit: float = _option(
         0.05,

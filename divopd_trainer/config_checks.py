@@ -9,6 +9,7 @@ from divopd_gym.errors import ConfigError
 from divopd_gym.prompts import history_pairs
 
 from .composer import PRESETS
+from .engines.addresses import check_addresses
 from .registry import build, known
 
 __all__ = ["DIVERGENCES", "check_together", "check_values"]
@@ -107,15 +108,16 @@ def check_together(config: Any) -> None:
             f"max_tokens is {config.max_tokens} and max_model_len is {config.max_model_len}: no token is left for a "
             "prompt. Raise max_model_len or lower max_tokens."
         )
-    if config.engine != "local" and ":" not in config.engine:
+    if config.engine not in ("local", "vllm") and ":" not in config.engine:
         raise ConfigError(
-            f"engine is {config.engine!r}; expected 'local' or an importable factory 'package.module:function'."
+            f"engine is {config.engine!r}; expected 'local', 'vllm' or an importable factory 'package.module:function'."
         )
     if config.engine == "local" and config.teacher_temperature != config.temperature:
         raise ConfigError(
             f"teacher_temperature is {config.teacher_temperature} and temperature is {config.temperature}: the local engine "
             "scores at the sampling temperature. Leave teacher_temperature null."
         )
+    check_addresses(config)
     _check_method(config)
     every = config.weight_sync_steps
     if every != 1 and config.max_staleness < every:

@@ -111,7 +111,7 @@ def check_models(config: DivOPDConfig, findings: Findings | None = None) -> Chat
             f"max_model_len is {config.max_model_len} but the student {config.model} was made for {positions} tokens; "
             f"expected at most that. Set max_model_len to {positions} or less."
         )
-    if config.engine == "local":
+    if config.engine in ("local", "vllm"):
         others = {f"teachers[{label!r}]": path for label, path in config.teachers.items()}
         for name, path in {"teacher": config.teacher, **others}.items():
             _read(name, path, AutoConfig)
@@ -281,6 +281,7 @@ def explorer_config(
         "student": str(checkpoint) if whole else config.model,
         "teacher": config.teacher,
         "tokenizer": config.model,
+        **_servers(config),
         "prompt_style": config.prompt_style,
         "history": config.history,
         "max_turns": config.max_turns,
@@ -317,6 +318,16 @@ def explorer_config(
         "threads": config.explorer_threads,
     }
     return ExplorerConfig(**{**values, **more})
+
+
+def _servers(config: DivOPDConfig) -> dict[str, Any]:
+    if config.engine != "vllm":
+        return {}
+    options = {"request_timeout_s": float(config.request_timeout), "teacher_overlap": config.teacher_overlap}
+    names = ("student_urls", "teacher_urls", "eval_urls")
+    urls = {name: tuple(getattr(config, name) or ()) for name in names}
+    timeout = {"load_timeout_s": float(config.weight_sync_timeout)}
+    return {**urls, **timeout, "weight_sync": config.weight_sync, "engine_kwargs": options}
 
 
 def _needs_candidates(config: DivOPDConfig) -> bool:

@@ -30,12 +30,16 @@ class ExplorerConfig:
         group: Attempts a task and epoch.
         eval_env_kwargs: Keyword arguments for evaluations; None = the same environment, whose workers are shared.
         eval_workers: Environment processes for evaluations, started at the first one; None = `workers`.
-        engine: "local" (transformers models in this process), or a factory "module:function" that takes this
-            config and returns `Engines`.
+        engine: "local" (transformers models in this process), "vllm" (servers), or a factory "module:function" that
+            takes this config and returns `Engines`.
         pool: "processes" (`divopd_gym.pool.EnvPool`), or a factory "module:function" called as
             ``factory(env_id, env_kwargs, workers, config)``.
         student: Path or name of the student.
         teacher: Path or name of the teacher; None = no scores, no recovery.
+        student_urls: vLLM servers of the student; none = the one on this machine at port 8000.
+        teacher_urls: vLLM servers of the teacher, and "label=address" of those in `teachers`; none = port 8001.
+        eval_urls: vLLM servers that only evaluations use.
+        weight_sync: How weights get to the student's servers; see `divopd_trainer.engines.sync`.
         tokenizer: Path or name; None = the student's.
         engine_kwargs: More arguments for the engine factory.
         prompt_style: "think", "action" or "tiny".
@@ -94,6 +98,10 @@ class ExplorerConfig:
     pool: str = "processes"
     student: str | None = None
     teacher: str | None = None
+    student_urls: Sequence[str] = ()
+    teacher_urls: Sequence[str] = ()
+    eval_urls: Sequence[str] = ()
+    weight_sync: str | None = None
     tokenizer: str | None = None
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     prompt_style: str = "think"
@@ -156,11 +164,14 @@ class ExplorerConfig:
             raise ConfigError(f"load is {self.load}; expected a number above 0, or None for no pacing.")
         for name in ("engine", "pool"):
             value = getattr(self, name)
-            if value not in (None, "local", "processes") and value.count(":") != 1:
+            if value not in (None, "local", "vllm", "processes") and value.count(":") != 1:
                 raise ConfigError(f"{name} is {value!r}; expected an importable factory 'module:function'.")
-        if self.engine == "local" and not self.student:
-            raise ConfigError("student is missing; expected the path or name of a model for engine='local'.")
-        if self.engine == "local" and not self.teacher and self.make_controller().needs_teacher:
+        built_in = self.engine in ("local", "vllm")
+        if built_in and not self.student:
+            raise ConfigError(
+                f"student is missing; expected the path or name of a model for engine={self.engine!r}."
+            )
+        if built_in and not self.teacher and self.make_controller().needs_teacher:
             raise ConfigError(
                 f"The controller {self.controller!r} hands turns to the teacher, but teacher is missing; name a "
                 "teacher, or use controller='student'."

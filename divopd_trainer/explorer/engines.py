@@ -1,6 +1,7 @@
 """What the explorer plays with: student, teacher, codec, and a second student for evaluations.
 
-`build_engines` follows `ExplorerConfig.engine`: the local transformers engines, or any importable factory.
+`build_engines` follows `ExplorerConfig.engine`: the local transformers engines, vLLM servers, or any importable
+factory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from divopd_gym.errors import ConfigError
 
 from .config import ExplorerConfig
 
-__all__ = ["Engines", "build_engines", "import_factory"]
+__all__ = ["Engines", "build_engines", "import_factory", "shared_vocabulary"]
 
 
 @dataclass
@@ -75,6 +76,10 @@ def import_factory(name: str, field: str) -> Callable[..., Any]:
 
 def build_engines(config: ExplorerConfig) -> Engines:
     """Load what the config names; blocks while models load."""
+    if config.engine == "vllm":
+        from ..engines.vllm import vllm_engines
+
+        return vllm_engines(config)
     if config.engine != "local":
         return import_factory(config.engine, "engine")(config)
     return _local_engines(config)
@@ -106,7 +111,7 @@ def _local_engines(config: ExplorerConfig) -> Engines:
 
     def load_teacher(path: str) -> tuple[Any, np.ndarray | None]:
         model = LocalTeacher(path, temperature=config.temperature, **_teacher_options(options, path))
-        return model, _shared_vocabulary(config, path, tokenizer)
+        return model, shared_vocabulary(config, path, tokenizer)
 
     teacher, vocabulary = load_teacher(config.teacher) if config.teacher else (None, None)
     others = {label: load_teacher(path) for label, path in config.teachers.items()}
@@ -134,7 +139,12 @@ def _teacher_options(options: dict[str, Any], path: str) -> dict[str, Any]:
     return {**options, "max_model_len": min(wanted, allowed) if wanted and allowed else wanted}
 
 
-def _shared_vocabulary(config: ExplorerConfig, path: str, tokenizer: Any) -> np.ndarray | None:
+def shared_vocabulary(config: ExplorerConfig, path: str, tokenizer: Any) -> np.ndarray | None:
+    """Which ids of the student mean the same to the teacher in `path`; bool [V].
+
+    Raises:
+        ConfigError: The teacher has no readable tokenizer, or too many ids differ.
+    """
     from transformers import AutoTokenizer
 
     from ..compat import compare_tokenizers

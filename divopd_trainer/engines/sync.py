@@ -1,0 +1,77 @@
+"""How new weights reach a vLLM server: the protocol that ways of doing it keep, and their names.
+
+A way is a factory ``factory(config, purpose) -> WeightSync``; ``purpose`` is "train" or "eval", whose adapters must
+not share names, because both may be on one server.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from divopd_gym.errors import ConfigError
+from divopd_trainer.engines.http import Server
+
+__all__ = ["WAYS", "WeightSync", "make_weight_sync"]
+
+WAYS: dict[str, str] = {}
+"""Names that the setting ``weight_sync`` may have, and the factory "module:function" of each."""
+
+
+class WeightSync(Protocol):
+    """A way of giving weights to one server.
+
+    Attributes:
+        adapters: Whether a server holds several versions at once, told apart by `model_name`. If not, a server is
+            closed to new requests and emptied of running ones before `push`, so that no response is of two versions.
+    """
+
+    adapters: bool
+
+    def model_name(self, version: int) -> str | None:
+        """The model that requests name to be answered with this version; None: the server's own."""
+
+    async def push(self, server: Server, source: str | Path | Mapping[str, Any], version: int) -> None:
+        """Have a server serve these weights from its next request on; returns when it does.
+
+        It is called for all servers at the same time, and again for one that was restarted. It may be called twice
+        with one version, and must not fail for that.
+
+        Raises:
+            EngineError: The server does not have them.
+        """
+
+    async def retire(self, server: Server, version: int) -> None:
+        """No request names this version any more (adapters only)."""
+
+
+def make_weight_sync(name: str | None, config: Any, purpose: str = "train") -> WeightSync | None:
+    """Build the way that the setting ``weight_sync`` names.
+
+    Args:
+        name: One of `WAYS`, or an importable factory "module:function"; None: the weights never change.
+        config: The `ExplorerConfig`.
+        purpose: "train" or "eval".
+
+    Raises:
+        ConfigError: There is no such way.
+    """
+    if name is None:
+        return None
+    target = WAYS.get(name, name)
+    module, _, function = target.partition(":")
+    if not function:
+        raise ConfigError(
+            f"weight_sync is {name!r}; expected one of {', '.join(map(repr, WAYS)) or '(none built in)'} or an importable "
+            "factory 'module:function'."
+        )
+    try:
+        factory = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"weight_sync is {name!r}, which cannot be imported ({error}); expected 'module:function' on the Python "
+            "path."
+        ) from error
+    return factory(config, purpose)

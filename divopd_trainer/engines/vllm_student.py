@@ -1,0 +1,303 @@
+"""The student on vLLM servers: samples over HTTP with weights that are replaced while the run goes on.
+
+Every response is of one version, and says which. `VLLMStudent.policy_version` rises only when every live server has
+the new weights; a server that comes back later gets them before it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from divopd_gym.errors import ConfigError
+from divopd_trainer.engines.base import EngineError, GenerateRequest, Generation
+from divopd_trainer.engines.completions import generate_body, read_completion, refuse_unfinished
+from divopd_trainer.engines.http import Server, ServerRefusal, ServerUnavailable
+from divopd_trainer.engines.replicas import Replica, Replicas
+from divopd_trainer.engines.sync import WeightSync
+from divopd_trainer.explorer.deadline import within
+
+__all__ = ["VLLMStudent"]
+
+_PATH = "/v1/completions"
+
+
+class VLLMStudent:
+    """The policy behind one or more servers.
+
+    Args:
+        servers: All of the same model.
+        max_model_len: Most tokens of prompt and response together; at most what the servers were started with.
+        stop_ids: Ids that end a response where a request names none.
+        sync: How weights get to a server; None: they never change.
+        policy_version: Version of the weights that the servers were started with.
+        per_server: Requests that one server is given at once.
+        request_timeout_s: Deadline of a request, all attempts together.
+        load_timeout_s: Deadline of bringing weights to one server.
+        silent_s: See `Replicas`.
+
+    Raises:
+        ConfigError: No server, or no length.
+    """
+
+    name = "student"
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        *,
+        max_model_len: int,
+        stop_ids: Sequence[int],
+        sync: WeightSync | None = None,
+        policy_version: int = 0,
+        per_server: int = 64,
+        request_timeout_s: float = 600.0,
+        load_timeout_s: float = 300.0,
+        silent_s: float = 30.0,
+    ) -> None:
+        if not servers or max_model_len < 2:
+            raise ConfigError(
+                f"A student was made with {len(servers)} servers and max_model_len {max_model_len}; expected at least "
+                "one server, and 2 tokens."
+            )
+        self.max_model_len, self.stop_ids = max_model_len, tuple(int(i) for i in stop_ids)
+        self.sync, self._version = sync, policy_version
+        self._source: Any = None
+        self._wanted = policy_version
+        self._load_timeout_s = load_timeout_s
+        self._loading = asyncio.Lock()
+        self._retiring: set[asyncio.Task] = set()
+        # Versions count anew in every run, and a server may keep what it cached for an earlier one.
+        self._salt = secrets.token_hex(8)
+        self.replicas = Replicas(
+            servers,
+            "student",
+            per_server=per_server,
+            on_start=self._provide,
+            timeout_s=request_timeout_s,
+            silent_s=silent_s,
+        )
+        self._tokens: dict[str, float] = dict.fromkeys(("generated_tokens", "prefill_tokens"), 0)
+
+    @property
+    def policy_version(self) -> int:
+        """Version that every live server has."""
+        return self._version
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Totals since the start: tokens, requests, retries, restarts seen, seconds with a request in flight."""
+        return {**self._tokens, **self.replicas.counters, "generate_s": self.replicas.busy_s}
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one response.
+
+        Prompt plus response stay within `max_model_len`; a prompt that leaves no room is not sent at all. Greedy
+        responses carry the log-probs of temperature 1, and none (NaN) where another temperature is asked for, which
+        servers cannot report.
+
+        Raises:
+            EngineTimeout: No answer within the deadline.
+            EngineError: The servers refuse it, or keep failing; or more draws a position are asked for.
+        """
+        if request.extra_samples:
+            raise EngineError(
+                f"extra_samples is {request.extra_samples}, but a vLLM server draws one token a position; expected 0. "
+                "Use divergence: sampled_reverse_kl, or engine: local."
+            )
+        begun = time.monotonic()
+        prompt = request.prompt_ids
+        room = min(request.max_tokens, self.max_model_len - len(prompt))
+        if room < 1:
+            empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
+            return Generation(*empty, "context_overflow", self._version)
+        stops = request.stop_ids or self.stop_ids
+        used: list[tuple[Replica, int]] = []
+
+        def body(replica: Replica) -> dict[str, Any]:
+            self._done_with(used)
+            version = self._served(replica)
+            used.append((replica, version))
+            replica.named[version] = replica.named.get(version, 0) + 1
+            salt = f"{self._salt}-{version}"
+            return generate_body(request, room, stops, model=replica.loaded.get(version), cache_salt=salt)
+
+        try:
+            answer, replica = await self._ask(body, request.cache_key, used)
+            version = used[-1][1]
+        finally:
+            self._done_with(used)
+        found = read_completion(answer, prompt, room, replica.server.url)
+        self._tokens["generated_tokens"] += len(found.token_ids)
+        self._tokens["prefill_tokens"] += found.prompt_tokens - found.cached_tokens
+        logprobs = found.logprobs
+        if request.greedy and request.temperature != 1:
+            logprobs = np.full_like(logprobs, np.nan)
+        return Generation(
+            found.token_ids,
+            logprobs,
+            found.stop_reason,
+            version,
+            found.cached_tokens,
+            time.monotonic() - begun,
+        )
+
+    async def _ask(
+        self, body: Any, key: Hashable | None, used: list[tuple[Replica, int]]
+    ) -> tuple[Any, Replica]:
+        for last in (False, True):
+            try:
+                return await self.replicas.ask(_PATH, body, refuse_unfinished, key=key)
+            except ServerRefusal as error:
+                # A restarted server knows no adapter; it is given it again.
+                if error.status != 404 or not self._adapters or last or not used:
+                    raise
+                replica = used[-1][0]
+                replica.version = None
+                replica.loaded.clear()
+                self.replicas.mark_down(replica, str(error))
+        raise AssertionError
+
+    async def probe(self, request: GenerateRequest) -> list[Generation]:
+        """The same response from every live server, to compare what they serve; in the order of the servers."""
+        found = []
+        for replica in self.replicas.members:
+            if replica.state != "up":
+                continue
+            version = self._served(replica)
+            room = min(request.max_tokens, self.max_model_len - len(request.prompt_ids))
+            # A salt of its own: what is cached must not answer.
+            salt, stops = secrets.token_hex(8), request.stop_ids or self.stop_ids
+            model = replica.loaded.get(version)
+            body = generate_body(request, room, stops, model=model, cache_salt=salt)
+            reply = await replica.server.post(_PATH, body, self.replicas.timeout_s)
+            done = read_completion(reply.body, request.prompt_ids, room, replica.server.url)
+            found.append(Generation(done.token_ids, done.logprobs, done.stop_reason, version))
+        return found
+
+    async def load_weights(self, source: str | Path | Mapping[str, Any], version: int) -> None:
+        """Bring weights to every live server, at the same time.
+
+        A server that fails while it is given them is left out, and gets them when it is back.
+
+        Raises:
+            EngineError: No server has them; the version stays.
+        """
+        if self.sync is None:
+            raise EngineError(
+                f"Version {version} is to be loaded, but there is no way to bring weights to the vLLM servers; set "
+                "weight_sync."
+            )
+        async with self._loading:
+            await self.replicas.start()
+            self._source, self._wanted = source, version
+            live = [replica for replica in self.replicas.members if replica.state == "up"]
+            outcomes = await asyncio.gather(*map(self._replace, live), return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException) and not isinstance(outcome, ServerUnavailable):
+                    raise outcome
+            if not any(outcome is None for outcome in outcomes):
+                raise outcomes[0]
+            self._version = version
+            self._retire_old()
+
+    async def _replace(self, replica: Replica) -> None:
+        """Weights of a server that is up; it serves nothing meanwhile, unless it holds versions beside each other."""
+        replica.closed = not self._adapters
+        try:
+            await self._push(replica, self._source, self._wanted)
+        except BaseException as error:
+            # It may have part of the new weights: whoever looks at it next gives it all of them.
+            replica.version = None
+            self.replicas.mark_down(replica, str(error) or type(error).__name__)
+            raise
+        finally:
+            replica.closed = False
+            self.replicas.opened()
+
+    async def _provide(self, replica: Replica, restarted: bool) -> None:
+        """What a server needs before it serves: the newest weights, unless it was started with them or has them."""
+        while True:
+            wanted = self._wanted
+            if self._source is None:
+                replica.version = wanted
+                replica.loaded = {wanted: None}
+            elif replica.version != wanted:
+                await self._push(replica, self._source, wanted)
+            # Newer ones may have come meanwhile, and were not brought here, for it was not up.
+            if replica.version == self._wanted:
+                return
+
+    async def _push(self, replica: Replica, source: Any, version: int) -> None:
+        async def push() -> None:
+            if not self._adapters:
+                await self.replicas.empty(replica)
+                replica.version = None
+            await self.sync.push(replica.server, source, version)
+
+        try:
+            await within(self._load_timeout_s, push())
+        except asyncio.TimeoutError:
+            raise ServerUnavailable(
+                f"{replica.server.url} did not take version {version} within {self._load_timeout_s:.0f} s; see its "
+                "log, or raise weight_sync_timeout.",
+                down=True,
+            ) from None
+        replica.version = version
+        if not self._adapters:
+            replica.loaded.clear()
+        replica.loaded[version] = self.sync.model_name(version)
+
+    def forget(self, cache_key: Hashable) -> None:
+        """The conversation is over."""
+        self.replicas.forget(cache_key)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        for task in self._retiring:
+            task.cancel()
+        await self.replicas.aclose()
+
+    # --- adapters ----------------------------------------------------------------------------------------------
+
+    @property
+    def _adapters(self) -> bool:
+        return self.sync is not None and self.sync.adapters
+
+    def _served(self, replica: Replica) -> int:
+        """Version that the next request to a server is answered with."""
+        common = self._adapters and self._version in replica.loaded
+        return self._version if common else replica.version
+
+    def _done_with(self, used: list[tuple[Replica, int]]) -> None:
+        """The request's last attempt is over."""
+        if used:
+            replica, version = used[-1]
+            replica.named[version] -= 1
+            if replica.named[version] <= 0:
+                del replica.named[version]
+            used.clear()
+            self._retire_old()
+
+    def _retire_old(self) -> None:
+        if not self._adapters:
+            return
+        for replica in self.replicas.members:
+            for version in [v for v in replica.loaded if v < self._version and not replica.named.get(v)]:
+                if replica.loaded.pop(version) is None:
+                    continue
+                task = asyncio.ensure_future(self._retire(replica.server, version))
+                self._retiring.add(task)
+                task.add_done_callback(self._retiring.discard)
+
+    async def _retire(self, server: Server, version: int) -> None:
+        # A server that is gone has forgotten it anyway.
+        with contextlib.suppress(EngineError):
+            await self.sync.retire(server, version)
