@@ -15,7 +15,7 @@ UPDATES, ROWS = 20, 16
 # Options of `divopd expert`; updates of the teacher's and the student's training.
 RECIPES = {
     "scienceworld": ({"episodes": 96, "repeats": 16, "workers": 1}, 100, 60),
-    "webshop": ({"episodes": 300, "repeats": 4, "workers": 0, "concurrency": 4}, 100, 60),
+    "webshop": ({"episodes": 300, "repeats": 4, "workers": 0, "concurrency": 4}, 130, 80),
     "textworld": ({"episodes": 96, "repeats": 12, "workers": 1}, 90, 60),
 }
 
@@ -91,7 +91,7 @@ def test_twenty_updates_from_the_experts_episodes_to_the_report(name, tmp_path):
     assert explorer["episodes_failed"] == explorer["evaluations_failed"] == explorer["env_env_errors"] == 0
     assert explorer["context_overflows"] == 0
     # A student that the expert has warmed does something that the environment understands, if not what is asked.
-    assert explorer["valid_turns"] > 0.9 * explorer["turns"] > 0
+    assert explorer["valid_turns"] > 0.8 * explorer["turns"] > 0
     assert explorer["invalid_actions"] < 0.9 * explorer["turns"]
 
     evaluations = read_metrics(run.dir, ["eval"])
