@@ -170,7 +170,7 @@ def episode_index(rollout: Rollout, trained_at: dict[tuple[int, int], int]) -> d
 
 def _disagreement(turn: Turn) -> int | None:
     count = int(turn.valid_mask().sum())
-    return round(1000 * turn.score / count) if count else None
+    return round(1000 * turn.score / count) if count and not turn.imitated else None
 
 
 def episode_text(rollout: Rollout) -> dict[str, Any]:
@@ -195,7 +195,8 @@ def _cut(text: str) -> str:
 
 
 def _gaps(turn: Turn) -> list[int | None]:
-    mask = turn.valid_mask()
+    # A reply of the teacher that is imitated trains without a log-prob of the student, so it has no gap.
+    mask = turn.valid_mask() & np.isfinite(turn.student_logprobs)
     if not mask.any():
         return []
     with np.errstate(invalid="ignore", over="ignore"):

@@ -86,6 +86,21 @@ def test_a_turn_without_scores_has_no_disagreement_but_a_reason():
     assert episode_text(made)["g"] == [[], []]
 
 
+def test_a_reply_that_is_imitated_trains_without_a_gap():
+    made = rollout()
+    told = dataclasses.replace(
+        made.turns[1],
+        actor="teacher",
+        info={"imitate": True},
+        student_logprobs=np.full(made.turns[1].n_tokens, np.nan, np.float32),
+        score=0.0,
+    )
+    made.turns[1] = told
+    entry = episode_index(made, {(7, 1): 5})
+    assert entry["d"][1] is None and entry["u"][1] == 5 and entry["who"] == "sts"
+    assert episode_text(made)["g"][1] == []
+
+
 def test_texts_that_no_encoding_can_say_are_kept_readable():
     assert unpack(pack({"o": "a\ud800b \u2028 \U0001f600"})) == {"o": "a?b \u2028 \U0001f600"}
 
