@@ -12,6 +12,7 @@ from divopd_trainer.config import DivOPDConfig
 from divopd_trainer.methods import method_names
 from divopd_trainer.metrics_log import read_metrics
 from divopd_trainer.records import read_batches, read_rollouts
+from divopd_trainer.report import write_report
 from divopd_trainer.running import run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -20,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "examples" / "tiny" / "models"
 UPDATES, ROWS = 10, 8
 QUICK_DEPTH = {
-    "horizon_kwargs": {"warmup_updates": 1, "probe_every": 3},
-    "probe_rollouts": 3,
+    "horizon_kwargs": {"warmup_updates": 1, "probe_every": 5},
+    "probe_rollouts": 2,
     "max_turns": 10,
 }
 
@@ -211,7 +212,7 @@ MARKS = {
 
 
 @pytest.mark.parametrize("method", method_names())
-def test_ten_updates_of_every_method_and_its_own_mark(method, settings):
+def test_ten_updates_of_every_method_and_its_own_mark(method, settings, tmp_path):
     config = DivOPDConfig(**settings(method))
     result = run(config)
     assert result.update == UPDATES and result.final_model is not None
@@ -226,6 +227,7 @@ def test_ten_updates_of_every_method_and_its_own_mark(method, settings):
         assert all(line["rows"] == ROWS for line in done.lines)
     if mark := MARKS.get(method):
         mark(done)
+    assert write_report([config.run_dir], tmp_path / "report.html", png=False).html.stat().st_size > 10_000
 
 
 def test_settings_and_marks_are_of_methods_that_exist():
