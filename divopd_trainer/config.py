@@ -355,7 +355,7 @@ class DivOPDConfig(AsyncDistillationConfig):
     @property
     def evaluates(self) -> bool:
         """Whether there is any evaluation."""
-        return bool(self.eval_every or self.eval_at_start or self.eval_at_end)
+        return bool(self.eval_every or self.eval_at_start or self.eval_at_end or self.extrapolate_every)
 
     def environment(self, split: str | None = None, *, evaluation: bool = False) -> dict[str, Any]:
         """Keyword arguments for ``gymnasium.make`` of the training (or evaluation) environment."""
@@ -382,11 +382,15 @@ def _fill_in_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in MERGED:
         part, options = name.removesuffix("_kwargs"), given.get(name)
         if isinstance(options, str):
-            options = json.loads(options)
+            try:
+                options = given[name] = json.loads(options)
+            except ValueError:
+                continue  # refused by name once the object is made
         # The options of a preset are those of its own part.
-        same = given.get(part) in (None, preset.get(part))
-        if name in preset and same and isinstance(options, (dict, type(None))):
-            given[name] = {**preset[name], **(options or {})}
+        same = part not in given or given[part] == preset.get(part)
+        if name not in preset or not isinstance(options, (dict, type(None))):
+            continue
+        given[name] = {**(preset[name] if same else {}), **(options or {})}
     merged = {**preset, **given}
     if sources := [*(given.get("plugins") or []), *plugins()]:
         merged["plugins"] = list(dict.fromkeys(sources))

@@ -182,15 +182,15 @@ def _check_method(config: Any) -> None:
             f"controller 'tcod-b2f' replays the beginning of an episode and horizon {config.horizon!r} cuts its end: "
             "nothing might be left to train. Set horizon to fixed."
         )
+    if getattr(parts["weighting"], "gives_rewards", False) and config.divergence != "sampled_reverse_kl":
+        raise ConfigError(
+            f"weighting {config.weighting!r} adds rewards to the advantage of sampled tokens, but divergence is "
+            f"{config.divergence!r}, which has no advantage. Set divergence to sampled_reverse_kl, or weighting to uniform."
+        )
     if (config.advantage != "reverse-kl") and config.divergence != "sampled_reverse_kl":
         raise ConfigError(
             f"advantage {config.advantage!r} scores sampled tokens, but divergence is {config.divergence!r}. Set "
             "divergence to sampled_reverse_kl, or advantage to reverse-kl."
-        )
-    if config.divergence != "sampled_reverse_kl" and config.weighting in ("guided", "atod", "retire"):
-        raise ConfigError(
-            f"weighting {config.weighting!r} adds advantages of its own to sampled tokens, but divergence is "
-            f"{config.divergence!r}. Set divergence to sampled_reverse_kl."
         )
     if config.extrapolate_every and not config.extrapolate_factors:
         raise ConfigError("extrapolate_every is set without extrapolate_factors; give some, e.g. [0.5, 1.0].")

@@ -316,7 +316,15 @@ class RunSession:
     def _open(self) -> None:
         c = self.args
         path, state = self._resumed or (None, None)
-        names = ("batch_rows", "pool_multiplier", "cap", "max_staleness", "max_pending_age", "seed")
+        names = (
+            "batch_rows",
+            "pool_multiplier",
+            "cap",
+            "max_staleness",
+            "max_pending_age",
+            "seed",
+            "token_budget",
+        )
         settings = {"preset": c.composer, **{name: getattr(c, name) for name in names}}
         start_time = time.time() - (state.wall_s if state else 0.0)
         self.writer = RunWriter(self.trainer.run_dir.path, start_time, None if state else settings)

@@ -468,6 +468,7 @@ def make_composer(args: DivOPDConfig) -> BatchComposer:
         "max_staleness": args.max_staleness,
         "max_pending_age": args.max_pending_age,
         "seed": args.seed,
+        "token_budget": args.token_budget,
     }
     if args.composer in PRESETS:
         return BatchComposer(args.composer, **settings)
