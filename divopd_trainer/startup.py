@@ -26,6 +26,7 @@ __all__ = [
     "check_environment",
     "check_models",
     "check_run",
+    "check_vllm",
     "explorer_config",
 ]
 
@@ -76,6 +77,8 @@ def check_run(config: DivOPDConfig) -> Findings:
     run_dir.check(resume=bool(config.resume_from_checkpoint))
     explorer_config(config)
     codec = check_models(config, findings)
+    if config.engine == "vllm":
+        findings.notes += check_vllm(config)
     training = check_environment(config, config.environment(), f"split {config.split!r}", training=True)
     findings.train_tasks = len(training.tasks)
     _check_context(config, codec, training, findings)
@@ -119,6 +122,23 @@ def check_models(config: DivOPDConfig, findings: Findings | None = None) -> Chat
             notes = report.check(config.tokenizer_mismatch_limit)
             findings.notes += notes if name == "teacher" else [f"{name}: {note}" for note in notes]
     return codec
+
+
+def check_vllm(config: DivOPDConfig) -> list[str]:
+    """Ask the run's vLLM servers what they are; see `divopd_trainer.engines.server_checks`.
+
+    Raises:
+        ConfigError: One of them cannot serve this run.
+    """
+    from transformers import AutoTokenizer
+
+    from .engines.server_checks import check_servers
+    from .engines.sync import make_weight_sync
+
+    paths = {None: config.model, "": config.teacher, **config.teachers}
+    tokenizers = {label: _read(str(label), path, AutoTokenizer) for label, path in paths.items() if path}
+    sync = make_weight_sync(config.weight_sync, explorer_config(config))
+    return check_servers(config, tokenizers, sync)
 
 
 def _read(name: str, path: str, kind: Any) -> Any:

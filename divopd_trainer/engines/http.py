@@ -70,8 +70,7 @@ class Reply:
 
     Attributes:
         body: Parsed JSON; the text where it is none.
-        new_connection: Whether this request opened a connection. A restarted server has none of its old ones, so
-            an answer on an old connection is of the server that was known.
+        new_connection: Whether this request opened a connection.
     """
 
     body: Any
@@ -86,6 +85,9 @@ class Server:
         key_variables: Environment variables that may hold the key, the first that is set being used.
         field: Setting that the address comes from, for messages.
         connect_timeout_s: Seconds to open a connection.
+
+    Attributes:
+        opened: Connections opened so far. A restarted server has none of its old ones.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Server:
         connect_timeout_s: float = 5.0,
     ) -> None:
         self.url = check_url(url, field)
+        self.opened = 0
         self._key_variables = key_variables
         self._connect_timeout_s = connect_timeout_s
         # A client belongs to one event loop; checks at the start and the explorer have different ones.
@@ -132,7 +135,9 @@ class Server:
 
         async def trace(event: str, _: dict[str, Any]) -> None:
             nonlocal opened
-            opened = opened or event.startswith("connection.connect_tcp")
+            if event == "connection.connect_tcp.complete":
+                opened = True
+                self.opened += 1
 
         content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         headers = {"content-type": "application/json"} if body is not None else {}
@@ -163,14 +168,21 @@ class Server:
             return False
         return True
 
-    async def identity(self, timeout_s: float = 10.0) -> str | None:
-        """What distinguishes this life of the server from its next: its start time; None where it does not say."""
+    async def identity(self, timeout_s: float = 10.0) -> tuple[str | None, int]:
+        """What distinguishes this life of the server from its next, and which connections are known to be to it.
+
+        Returns:
+            Its start time (None where it does not say), and how many of the connections opened so far cannot be to
+            a later life of it.
+        """
+        before = self.opened
         try:
             reply = await self.get("/metrics", timeout_s)
         except ServerRefusal:
-            return None
+            return None, before
+        known = before + (reply.new_connection and self.opened == before + 1)
         found = re.search(r"^process_start_time_seconds\S*\s+(\S+)", str(reply.body), re.MULTILINE)
-        return found.group(1) if found else None
+        return (found.group(1) if found else None), known
 
     async def model_length(self, timeout_s: float = 10.0) -> int:
         """Tokens of prompt and response together that the served model takes.

@@ -37,6 +37,7 @@ class Replica:
         closed: Takes no new request, because its weights are being replaced.
         in_flight: Requests that it is serving.
         identity: Of the server's present life; None where it does not tell.
+        vouched: Connections to it that are known to be to this life.
         lives: How often it was found to have been started anew.
         version: Of the weights it serves; None: unknown.
         loaded: Versions it holds beside each other, and the model that requests name for each (None: its own).
@@ -48,11 +49,13 @@ class Replica:
     closed: bool = False
     in_flight: int = 0
     identity: str | None = None
+    vouched: int = 0
     lives: int = 0
     version: int | None = None
     loaded: dict[int, str | None] = field(default_factory=dict)
     named: dict[int, int] = field(default_factory=dict)
     looking: asyncio.Task | None = None
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     why: str = ""
 
 
@@ -177,18 +180,25 @@ class Replicas:
         finally:
             call.cancel()
         reply = call.result()
-        # Connections do not outlive a server: on an old one it is the server that was looked at.
-        if reply.new_connection and not await self._is_the_same(replica):
+        # Connections do not outlive a server: while no new one was opened it is the server that was looked at.
+        if replica.server.opened > replica.vouched and not await self._is_the_same(replica):
             raise ServerUnavailable(
                 f"{replica.server.url} was restarted; what it answered may be of other weights.", down=True
             )
         return reply.body
 
     async def _is_the_same(self, replica: Replica) -> bool:
-        try:
-            return await replica.server.identity() == replica.identity
-        except EngineError:
-            return False
+        # One look answers for all that wait.
+        async with replica.checking:
+            if replica.server.opened <= replica.vouched:
+                return True
+            try:
+                identity, vouched = await replica.server.identity()
+            except EngineError:
+                return False
+            if identity == replica.identity:
+                replica.vouched = max(replica.vouched, vouched)
+            return identity == replica.identity
 
     async def _take(
         self, deadline: float, key: Hashable | None, avoid: Replica | None, last: EngineError | None
@@ -274,7 +284,7 @@ class Replicas:
         while not self._closed:
             try:
                 await replica.server.get("/health", 5.0)
-                identity = await replica.server.identity()
+                identity, vouched = await replica.server.identity()
                 known = replica.state != "new"
                 # One that does not tell its lives apart may have been restarted.
                 restarted = known and (identity is None or identity != replica.identity)
@@ -285,7 +295,8 @@ class Replicas:
                     self.counters["restarts"] += 1
                 if self._on_start is not None:
                     await self._on_start(replica, restarted)
-                replica.identity, replica.state, replica.why = identity, "up", ""
+                replica.identity, replica.vouched = identity, vouched
+                replica.state, replica.why = "up", ""
                 self._changed.set()
                 return
             except Exception as error:
