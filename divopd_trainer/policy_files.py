@@ -104,7 +104,7 @@ class PolicyFiles:
         newest = self.newest
         for version in list(self._paths):
             if version not in self._pins and version < self._loaded and version != newest:
-                self._paths.pop(version).unlink(missing_ok=True)
+                _delete(self._paths.pop(version))
 
     # TRL's weight-transfer protocol.
 
@@ -133,6 +133,17 @@ class PolicyFiles:
                 weights.rmdir()
         self._folder = None
         self._paths.clear()
+
+
+def _delete(policy: Path) -> None:
+    """A policy is a file or, of an adapter, a folder; a probe may lie beside it."""
+    from .engines.sync_probe import probe_file
+
+    if policy.is_dir():
+        shutil.rmtree(policy, ignore_errors=True)
+    else:
+        policy.unlink(missing_ok=True)
+    probe_file(policy).unlink(missing_ok=True)
 
 
 def _clear_abandoned(parent: Path) -> None:

@@ -21,6 +21,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from divopd_trainer.vllm_plugin import UNCHANGED
+
 __all__ = ["FileInitInfo", "FileUpdateInfo", "FileWeightTransferEngine"]
 
 
@@ -96,12 +98,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
 def _read(path: str) -> dict[str, torch.Tensor]:
     if Path(path).suffix != ".safetensors":
-        raise ValueError(f"{path!r} is no safetensors file; expected the path of one.")
+        raise ValueError(f"{UNCHANGED} {path!r} is no safetensors file; expected the path of one.")
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"The weights file {path} cannot be read here ({error}); learner and server must see the same folder."
+            f"{UNCHANGED} the file {path} cannot be read here ({error}); learner and server must see the same folder."
         ) from error
 
 
@@ -134,11 +136,11 @@ def _check_whole(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module, ti
         given = {int(part) for name in names for part in name.split(".")[:4] if part.isdigit()}
         if given and max(given) + 1 != layers:
             raise ValueError(
-                f"The file has weights of {max(given) + 1} layers, but the server's model has {layers}. Learner and "
-                "server must be started from the same checkpoint."
+                f"{UNCHANGED} the file has weights of {max(given) + 1} layers, but the server's model has {layers}. "
+                "Learner and server must be started from the same checkpoint."
             )
     if not any("embed" in name for name in names) or not (tied or any("lm_head" in name for name in names)):
         raise ValueError(
-            f"The file has {len(names)} weights, but no embedding or no head of its own; expected all weights of the "
+            f"{UNCHANGED} the file has {len(names)} weights, but no embedding or no head of its own; expected all weights of the "
             "model. Hand over whole models, not adapters."
         )

@@ -6,10 +6,13 @@ than once. A server then takes ``--weight-transfer-config '{"backend": "file"}'`
 
 from __future__ import annotations
 
-__all__ = ["BACKEND", "register"]
+__all__ = ["BACKEND", "UNCHANGED", "register"]
 
 BACKEND = "file"
 """Name of the weight-transfer engine."""
+
+UNCHANGED = "Refused, weights are as before:"
+"""Opens what a server says when it may go on serving."""
 
 
 def register() -> None:

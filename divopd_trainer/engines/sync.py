@@ -16,7 +16,10 @@ from divopd_trainer.engines.http import Server
 
 __all__ = ["WAYS", "WeightSync", "make_weight_sync"]
 
-WAYS: dict[str, str] = {}
+WAYS: dict[str, str] = {
+    "file": "divopd_trainer.engines.vllm_sync:files",
+    "lora": "divopd_trainer.engines.vllm_sync:adapters",
+}
 """Names that the setting ``weight_sync`` may have, and the factory "module:function" of each."""
 
 
