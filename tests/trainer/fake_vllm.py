@@ -69,7 +69,7 @@ class FakeVLLM:
         self.requests, self.faults = [], deque()
         self.identity = self.loads = 0
         self.tells_identity = True
-        self.delay = 0.0
+        self.delay = self.metrics_delay = 0.0
         self.running = self.most_running = 0
         self._port, self._lock, self._connections = 0, threading.Lock(), set()
         self.start()
@@ -108,7 +108,8 @@ class FakeVLLM:
 
             def do_POST(self):
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                fake._post(self, json.loads(body) if body else {})
+                if body:  # else the connection was broken by `stop`
+                    fake._post(self, json.loads(body))
 
         class Http(ThreadingHTTPServer):
             daemon_threads, block_on_close, allow_reuse_address, request_queue_size = True, False, True, 256
@@ -147,6 +148,7 @@ class FakeVLLM:
             cards = [{"id": "base", "max_model_len": self.max_model_len}]
             return self._send(handler, 200, {"data": cards + [{"id": name} for name in self.loaded]})
         if path == "/metrics" and self.tells_identity:
+            time.sleep(self.metrics_delay)
             return self._send(
                 handler, 200, f"# TYPE x gauge\nprocess_start_time_seconds {self.identity}.5e+09\n"
             )

@@ -533,6 +533,26 @@ def test_a_restarted_server_gets_the_current_weights_before_it_serves(serve, ada
     assert restarts == 1 and sync.pushed == [(fake.url, 4)] * 2
 
 
+def test_no_answer_of_a_server_that_forgot_its_weights_slips_through_while_that_is_being_found_out(serve):
+    fake = serve(never_stop=True)
+
+    async def work(student):
+        await student.load_weights("4", 4)
+        await asyncio.gather(*(student.generate(asked(seed=i)) for i in range(6)))
+        await asyncio.to_thread(fake.restart)
+        fake.metrics_delay = 0.1
+
+        # The later ones find connections that the first ones have opened to the new server.
+        async def later(k):
+            await asyncio.sleep(0.01 * k)
+            return await student.generate(asked(seed=k))
+
+        return await asyncio.gather(*map(later, range(30)))
+
+    replies = play(student_of(fake, sync=FakeSync()), work)
+    assert all(g.policy_version == 4 and written_by(g, 4) for g in replies)
+
+
 def test_a_server_that_comes_back_during_a_load_ends_up_with_the_newer_weights(serve):
     fakes = serve(), serve()
     sync = FakeSync()
@@ -620,6 +640,25 @@ def test_one_request_scores_a_whole_segment_and_entry_i_scores_token_start_plus_
     for (start, end), scores in zip(spans, found):
         np.testing.assert_allclose(scores, expected[start:end], atol=1e-5)
         assert scores.dtype == np.float32
+
+
+def test_a_segment_scored_once_costs_far_less_than_turn_by_turn_and_says_the_same(serve):
+    spans = [(start + 2, start + 4) for start in range(0, 120, 4)]
+    segment = np.random.default_rng(1).integers(2, VOCAB, 120)
+
+    def scored(by_turn):
+        async def work(teacher):
+            if by_turn:
+                found = [(await teacher.score(segment[:end], [(start, end)]))[0] for start, end in spans]
+            else:
+                found = await teacher.score(segment, spans)
+            return np.concatenate(found), teacher.counters["scored_tokens"]
+
+        return play(teacher_of(serve()), work)
+
+    (once, few), (often, many) = scored(False), scored(True)
+    np.testing.assert_allclose(once, often, atol=1e-5)
+    assert many >= 8 * few
 
 
 def test_candidates_of_the_teacher_are_its_most_likely_tokens_in_order(serve):
