@@ -39,9 +39,10 @@ class Replica:
         identity: Of the server's present life; None where it does not tell.
         vouched: Connections to it that are known to be to this life.
         lives: How often it was found to have been started anew.
-        version: Of the weights it serves; None: unknown.
-        loaded: Versions it holds beside each other, and the model that requests name for each (None: its own).
-        named: Requests in flight by the version they name.
+        load: Number of the newest weights it has; None: unknown.
+        loaded: Weights it holds beside each other by that number: their version, and the model that requests name
+            (None: its own).
+        named: Requests in flight by the number of the weights they name.
     """
 
     server: Server
@@ -51,12 +52,18 @@ class Replica:
     identity: str | None = None
     vouched: int = 0
     lives: int = 0
-    version: int | None = None
-    loaded: dict[int, str | None] = field(default_factory=dict)
+    load: int | None = None
+    loaded: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     named: dict[int, int] = field(default_factory=dict)
     looking: asyncio.Task | None = None
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    pushing: asyncio.Lock = field(default_factory=asyncio.Lock)
     why: str = ""
+
+    def forget_weights(self) -> None:
+        """What it serves is not known any more."""
+        self.load = None
+        self.loaded.clear()
 
 
 class Replicas:
@@ -290,8 +297,7 @@ class Replicas:
                 restarted = known and (identity is None or identity != replica.identity)
                 if restarted:
                     replica.lives += 1
-                    replica.version = None
-                    replica.loaded.clear()
+                    replica.forget_weights()
                     self.counters["restarts"] += 1
                 if self._on_start is not None:
                     await self._on_start(replica, restarted)

@@ -27,27 +27,37 @@ class WeightSync(Protocol):
     """A way of giving weights to one server.
 
     Attributes:
-        adapters: Whether a server holds several versions at once, told apart by `model_name`. If not, a server is
+        adapters: Whether a server holds several versions at once, told apart by the model that requests name. If not, a server is
             closed to new requests and emptied of running ones before `push`, so that no response is of two versions.
     """
 
     adapters: bool
 
-    def model_name(self, version: int) -> str | None:
-        """The model that requests name to be answered with this version; None: the server's own."""
-
-    async def push(self, server: Server, source: str | Path | Mapping[str, Any], version: int) -> None:
+    async def push(
+        self, server: Server, source: str | Path | Mapping[str, Any], version: int, load: int
+    ) -> str | None:
         """Have a server serve these weights from its next request on; returns when it does.
 
-        It is called for all servers at the same time, and again for one that was restarted. It may be called twice
-        with one version, and must not fail for that.
+        It is called for all servers at the same time, and again for one that was restarted; pushing one load twice
+        must not fail.
+
+        Args:
+            server: Which.
+            source: What the learner handed over.
+            version: What it is called in turns and metrics. Two loads may have one version: candidates that are
+                evaluated have that of the update they were made from.
+            load: Number of these weights in the life of the engine, rising; no two have the same.
+
+        Returns:
+            The model that requests name to be answered by these weights (adapters: a name of their own for each
+            load); None: the server's own.
 
         Raises:
-            EngineError: The server does not have them.
+            EngineError: The server does not have them. `ServerUnavailable` says that it may have them later.
         """
 
-    async def retire(self, server: Server, version: int) -> None:
-        """No request names this version any more (adapters only)."""
+    async def retire(self, server: Server, model: str) -> None:
+        """No request names this model any more (adapters only)."""
 
 
 def make_weight_sync(name: str | None, config: Any, purpose: str = "train") -> WeightSync | None:

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,15 @@ from divopd_trainer.explorer.deadline import within
 __all__ = ["VLLMStudent"]
 
 _PATH = "/v1/completions"
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """Weights that were asked for; a version may be loaded twice with different weights."""
+
+    number: int
+    source: Any
+    version: int
 
 
 class VLLMStudent:
@@ -68,9 +78,10 @@ class VLLMStudent:
                 "one server, and 2 tokens."
             )
         self.max_model_len, self.stop_ids = max_model_len, tuple(int(i) for i in stop_ids)
-        self.sync, self._version = sync, policy_version
-        self._source: Any = None
-        self._wanted = policy_version
+        self.sync = sync
+        # What every live server has, and what each is to have: the number of a load, its source and version. The
+        # first weights are those that the servers were started with.
+        self._common = self._wanted = _Load(0, None, policy_version)
         self._load_timeout_s = load_timeout_s
         self._loading = asyncio.Lock()
         self._retiring: set[asyncio.Task] = set()
@@ -89,7 +100,7 @@ class VLLMStudent:
     @property
     def policy_version(self) -> int:
         """Version that every live server has."""
-        return self._version
+        return self._common.version
 
     @property
     def counters(self) -> dict[str, float]:
@@ -117,21 +128,22 @@ class VLLMStudent:
         room = min(request.max_tokens, self.max_model_len - len(prompt))
         if room < 1:
             empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
-            return Generation(*empty, "context_overflow", self._version)
+            return Generation(*empty, "context_overflow", self.policy_version)
         stops = request.stop_ids or self.stop_ids
         used: list[tuple[Replica, int]] = []
+        version = self.policy_version
 
         def body(replica: Replica) -> dict[str, Any]:
+            nonlocal version
             self._done_with(used)
-            version = self._served(replica)
-            used.append((replica, version))
-            replica.named[version] = replica.named.get(version, 0) + 1
-            salt = f"{self._salt}-{version}"
-            return generate_body(request, room, stops, model=replica.loaded.get(version), cache_salt=salt)
+            load = self._served(replica)
+            used.append((replica, load))
+            replica.named[load] = replica.named.get(load, 0) + 1
+            version, model = replica.loaded[load]
+            return generate_body(request, room, stops, model=model, cache_salt=f"{self._salt}-{load}")
 
         try:
             answer, replica = await self._ask(body, request.cache_key, used)
-            version = used[-1][1]
         finally:
             self._done_with(used)
         found = read_completion(answer, prompt, room, replica.server.url)
@@ -160,8 +172,7 @@ class VLLMStudent:
                 if error.status != 404 or not self._adapters or last or not used:
                     raise
                 replica = used[-1][0]
-                replica.version = None
-                replica.loaded.clear()
+                replica.forget_weights()
                 self.replicas.mark_down(replica, str(error))
         raise AssertionError
 
@@ -171,11 +182,10 @@ class VLLMStudent:
         for replica in self.replicas.members:
             if replica.state != "up":
                 continue
-            version = self._served(replica)
+            version, model = replica.loaded[self._served(replica)]
             room = min(request.max_tokens, self.max_model_len - len(request.prompt_ids))
             # A salt of its own: what is cached must not answer.
             salt, stops = secrets.token_hex(8), request.stop_ids or self.stop_ids
-            model = replica.loaded.get(version)
             body = generate_body(request, room, stops, model=model, cache_salt=salt)
             reply = await replica.server.post(_PATH, body, self.replicas.timeout_s)
             done = read_completion(reply.body, request.prompt_ids, room, replica.server.url)
@@ -197,7 +207,7 @@ class VLLMStudent:
             )
         async with self._loading:
             await self.replicas.start()
-            self._source, self._wanted = source, version
+            self._wanted = _Load(self._wanted.number + 1, source, version)
             live = [replica for replica in self.replicas.members if replica.state == "up"]
             outcomes = await asyncio.gather(*map(self._replace, live), return_exceptions=True)
             for outcome in outcomes:
@@ -205,17 +215,17 @@ class VLLMStudent:
                     raise outcome
             if not any(outcome is None for outcome in outcomes):
                 raise outcomes[0]
-            self._version = version
+            self._common = self._wanted
             self._retire_old()
 
     async def _replace(self, replica: Replica) -> None:
-        """Weights of a server that is up; it serves nothing meanwhile, unless it holds versions beside each other."""
+        """Weights of a server that is up; it serves nothing meanwhile, unless it holds several beside each other."""
         replica.closed = not self._adapters
         try:
-            await self._push(replica, self._source, self._wanted)
+            await self._push(replica, self._wanted)
         except BaseException as error:
             # It may have part of the new weights: whoever looks at it next gives it all of them.
-            replica.version = None
+            replica.load = None
             self.replicas.mark_down(replica, str(error) or type(error).__name__)
             raise
         finally:
@@ -224,36 +234,33 @@ class VLLMStudent:
 
     async def _provide(self, replica: Replica, restarted: bool) -> None:
         """What a server needs before it serves: the newest weights, unless it was started with them or has them."""
-        while True:
-            wanted = self._wanted
-            if self._source is None:
-                replica.version = wanted
-                replica.loaded = {wanted: None}
-            elif replica.version != wanted:
-                await self._push(replica, self._source, wanted)
-            # Newer ones may have come meanwhile, and were not brought here, for it was not up.
-            if replica.version == self._wanted:
-                return
+        # Newer ones may come meanwhile, and are not brought here, for it is not up.
+        while replica.load != self._wanted.number:
+            await self._push(replica, self._wanted)
 
-    async def _push(self, replica: Replica, source: Any, version: int) -> None:
+    async def _push(self, replica: Replica, wanted: _Load) -> None:
         async def push() -> None:
-            if not self._adapters:
-                await self.replicas.empty(replica)
-                replica.version = None
-            await self.sync.push(replica.server, source, version)
+            # A load and a look at the server may both find that it needs them.
+            async with replica.pushing:
+                if replica.load == wanted.number:
+                    return
+                model = None
+                if wanted.source is not None:
+                    if not self._adapters:
+                        await self.replicas.empty(replica)
+                        replica.forget_weights()
+                    model = await self.sync.push(replica.server, wanted.source, wanted.version, wanted.number)
+                replica.load = wanted.number
+                replica.loaded[wanted.number] = wanted.version, model
 
         try:
             await within(self._load_timeout_s, push())
         except asyncio.TimeoutError:
             raise ServerUnavailable(
-                f"{replica.server.url} did not take version {version} within {self._load_timeout_s:.0f} s; see its "
-                "log, or raise weight_sync_timeout.",
+                f"{replica.server.url} did not take version {wanted.version} within {self._load_timeout_s:.0f} s; see "
+                "its log, or raise weight_sync_timeout.",
                 down=True,
             ) from None
-        replica.version = version
-        if not self._adapters:
-            replica.loaded.clear()
-        replica.loaded[version] = self.sync.model_name(version)
 
     def forget(self, cache_key: Hashable) -> None:
         """The conversation is over."""
@@ -272,17 +279,17 @@ class VLLMStudent:
         return self.sync is not None and self.sync.adapters
 
     def _served(self, replica: Replica) -> int:
-        """Version that the next request to a server is answered with."""
-        common = self._adapters and self._version in replica.loaded
-        return self._version if common else replica.version
+        """Number of the weights that the next request to a server is answered by."""
+        common = self._common.number
+        return common if self._adapters and common in replica.loaded else replica.load
 
     def _done_with(self, used: list[tuple[Replica, int]]) -> None:
         """The request's last attempt is over."""
         if used:
-            replica, version = used[-1]
-            replica.named[version] -= 1
-            if replica.named[version] <= 0:
-                del replica.named[version]
+            replica, load = used[-1]
+            replica.named[load] -= 1
+            if replica.named[load] <= 0:
+                del replica.named[load]
             used.clear()
             self._retire_old()
 
@@ -290,14 +297,16 @@ class VLLMStudent:
         if not self._adapters:
             return
         for replica in self.replicas.members:
-            for version in [v for v in replica.loaded if v < self._version and not replica.named.get(v)]:
-                if replica.loaded.pop(version) is None:
+            old = [n for n in replica.loaded if n < self._common.number and not replica.named.get(n)]
+            for number in old:
+                _, model = replica.loaded.pop(number)
+                if model is None:
                     continue
-                task = asyncio.ensure_future(self._retire(replica.server, version))
+                task = asyncio.ensure_future(self._retire(replica.server, model))
                 self._retiring.add(task)
                 task.add_done_callback(self._retiring.discard)
 
-    async def _retire(self, server: Server, version: int) -> None:
+    async def _retire(self, server: Server, model: str) -> None:
         # A server that is gone has forgotten it anyway.
         with contextlib.suppress(EngineError):
-            await self.sync.retire(server, version)
+            await self.sync.retire(server, model)

@@ -305,26 +305,24 @@ class FakeSync:
         self.adapters, self.purpose = adapters, purpose
         self.pushed, self.retired, self.fails = [], [], {}
 
-    def model_name(self, version):
-        return f"{self.purpose}-{version}" if self.adapters else None
-
-    async def push(self, server, source, version):
+    async def push(self, server, source, version, load):
         self.pushed.append((server.url, version))
         if self.fails.get(server.url):
             raise self.fails[server.url].pop(0)
         if not self.adapters:
             await server.post("/fake/weights", {"weights": int(source)})
-            return
+            return None
+        name = f"{self.purpose}-{version}-{load}"
         try:
-            name = self.model_name(version)
             await server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(source)})
         except ServerRefusal as error:
             if "already loaded" not in str(error):
                 raise EngineError(str(error)) from error
+        return name
 
-    async def retire(self, server, version):
-        self.retired.append((server.url, version))
-        await server.post("/v1/unload_lora_adapter", {"lora_name": self.model_name(version)})
+    async def retire(self, server, model):
+        self.retired.append((server.url, model))
+        await server.post("/v1/unload_lora_adapter", {"lora_name": model})
 
 
 def make_sync(config, purpose):

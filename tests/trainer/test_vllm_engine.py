@@ -208,7 +208,7 @@ def test_an_answer_that_comes_too_late_is_a_timeout_that_says_what_to_raise(serv
     fake = serve()
     fake.faults.extend([("late", 3)] * 9)
     with pytest.raises(EngineTimeout, match="request_timeout"):
-        play(student_of(fake, request_timeout_s=0.3), lambda s: s.generate(asked()))
+        play(student_of(fake, request_timeout_s=1.0), lambda s: s.generate(asked()))
 
 
 def test_a_server_that_went_silent_is_left_and_another_asked(serve, monkeypatch):
@@ -444,7 +444,7 @@ def test_with_adapters_replies_go_on_while_weights_change_and_old_ones_are_retir
 
     early, done = play(student_of(fake, sync=sync), work)
     assert early == [] and done.policy_version == 1 and written_by(done, 1)
-    assert sync.retired == [(fake.url, 1)] and set(fake.loaded) == {"train-2"}
+    assert sync.retired == [(fake.url, "train-1-1")] and set(fake.loaded) == {"train-2-2"}
 
 
 def test_the_version_rises_only_when_every_live_server_has_the_weights(serve):
@@ -456,9 +456,10 @@ def test_the_version_rises_only_when_every_live_server_has_the_weights(serve):
         versions = []
         original = sync.push
 
-        async def push(server, source, version):
-            await original(server, source, version)
+        async def push(server, source, version, load):
+            model = await original(server, source, version, load)
             versions.append(student.policy_version)
+            return model
 
         sync.push = push
         await student.load_weights("1", 1)
@@ -564,18 +565,18 @@ def test_a_server_that_comes_back_during_a_load_ends_up_with_the_newer_weights(s
         slow = asyncio.Event()
         original = sync.push
 
-        async def push(server, source, version):
+        async def push(server, source, version, load):
             if server.url == fakes[1].url and version == 1:
                 slow.set()
                 await asyncio.sleep(0.2)
-            await original(server, source, version)
+            return await original(server, source, version, load)
 
         sync.push = push
         student.replicas.mark_down(student.replicas.members[1], "test")
         await slow.wait()
         await student.load_weights("2", 2)
         await all_up(student)
-        return student.replicas.members[1].version
+        return student.replicas.members[1].load
 
     assert play(student_of(*fakes, sync=sync), work) == 2
     assert fakes[1].weights == 2
@@ -600,6 +601,23 @@ def test_an_evaluation_keeps_its_version_while_training_goes_on_with_others(serv
 
     replies = play(pinned, work)
     assert {g.policy_version for g in replies} == {3} and all(written_by(g, 3) for g in replies)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_two_loads_of_one_version_are_of_their_own_weights(serve, adapters):
+    fake = serve(adapters=adapters)
+
+    async def work(student):
+        found = []
+        for weights in (3, 4):
+            await student.load_weights(str(weights), 7)
+            found.append(await student.generate(asked()))
+        return found
+
+    first, second = play(student_of(fake, sync=FakeSync(adapters)), work)
+    assert (first.policy_version, second.policy_version) == (7, 7)
+    assert written_by(first, 3) and written_by(second, 4) and not written_by(second, 3)
+    assert fake.bodies()[0]["cache_salt"] != fake.bodies()[1]["cache_salt"]
 
 
 def test_a_probe_shows_what_each_server_serves(serve):

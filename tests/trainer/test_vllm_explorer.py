@@ -159,4 +159,4 @@ def test_an_evaluation_on_shared_servers_carries_one_version_while_training_goes
     (done,) = channel.of(EvalDone)
     assert done.error is None and done.result["policy_version"] == 1 and done.result["episodes"] == 12
     names = {body.get("model") for fake in fakes[:2] for body in fake.bodies()}
-    assert {name for name in names if str(name).startswith("eval")} == {"eval-1"}
+    assert {name for name in names if str(name).startswith("eval")} == {"eval-1-1"}
