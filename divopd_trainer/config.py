@@ -48,7 +48,7 @@ class DivOPDConfig(AsyncDistillationConfig):
 
     _VALID_DICT_FIELDS = [
         *AsyncDistillationConfig._VALID_DICT_FIELDS,
-        *("env_kwargs", "eval_env_kwargs", "teachers", "teacher_routing", *MERGED),
+        *("env_kwargs", "eval_env_kwargs", "teachers", "teacher_routing", "launch", *MERGED),
     ]
 
     # What is distilled.
@@ -83,7 +83,19 @@ class DivOPDConfig(AsyncDistillationConfig):
         "several versions at once (LoRA adapters).",
     )
     weight_sync: str | None = _option(
-        None, "vllm: how weights get to the student's servers: a name, or an importable factory."
+        None,
+        "vllm: how weights get to the student's servers: 'file' (whole policies), 'lora' (adapters) or an importable "
+        "factory; null: as the training does, see lora_rank.",
+    )
+    sync_probes: int = _option(
+        3,
+        "vllm: syncs at the start after which served log-probs are compared with trained ones; -1: all, 0: none.",
+    )
+    sync_probe_limit: float = _option(
+        0.02, "vllm: nats by which served and trained log-probs may differ on average."
+    )
+    launch: dict[str, Any] | str | None = _option(
+        None, "divopd launch: which servers it starts, and how; see 'divopd launch --help'."
     )
     teacher_overlap: int = _option(
         0,
@@ -94,6 +106,13 @@ class DivOPDConfig(AsyncDistillationConfig):
         0.05,
         "Largest share of the student's token ids (0 to 1) that may mean something else to the teacher; such ids are "
         "masked out of the loss, and a larger share is refused at start.",
+    )
+
+    # What is trained.
+    lora_rank: int = _option(0, "Rank of the LoRA adapter that is trained; 0: all weights.")
+    lora_alpha: float | None = _option(None, "Scale of the adapter; null: twice the rank.")
+    lora_targets: list[str] | None = _option(
+        None, "Linear layers with an adapter, such as q_proj; null: all but the head."
     )
 
     # The environment.
@@ -274,7 +293,7 @@ class DivOPDConfig(AsyncDistillationConfig):
     def __post_init__(self) -> None:
         self._resolve()
         super().__post_init__()
-        for name in ("env_kwargs", "eval_env_kwargs", "teachers", "teacher_routing", *MERGED):
+        for name in ("env_kwargs", "eval_env_kwargs", "teachers", "teacher_routing", "launch", *MERGED):
             value = getattr(self, name)
             if value is None:
                 setattr(self, name, {})
@@ -329,6 +348,8 @@ class DivOPDConfig(AsyncDistillationConfig):
         self.gradient_checkpointing = self.activation_checkpointing
         if self.teacher_temperature is None:
             self.teacher_temperature = self.temperature if self.engine == "local" else 1.0
+        if self.engine == "vllm" and self.weight_sync is None:
+            self.weight_sync = "lora" if self.lora_rank else "file"
         if self.env_workers is None:
             self.env_workers = self.max_concurrent
         if self.learner_threads is None and not on_gpu:

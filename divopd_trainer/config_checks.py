@@ -46,6 +46,7 @@ def check_values(config: Any) -> None:
     at_least |= dict.fromkeys(("keep_checkpoints", "recovery_budget", "recovery_warmup"), 0)
     at_least |= {"samples": 2, "extrapolate_every": 0, "extrapolate_episodes": 1, "probe_rollouts": 1}
     at_least |= {"max_explorer_restarts": 0, "max_model_len": 2, "weight_sync_steps": 1}
+    at_least |= {"lora_rank": 0, "sync_probes": -1}
     for name, least in at_least.items():
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -58,7 +59,8 @@ def check_values(config: Any) -> None:
             raise ConfigError(f"{name} is {value!r}; expected null or a whole number of at least 1.")
     for name in ("heartbeat_stale_after_s", "stop_grace_s", "env_step_timeout_s", "env_reset_timeout_s"):
         _check_positive(config, name)
-    for name in ("episode_timeout_s", "eval_timeout_s", "temperature", "teacher_temperature"):
+    names = ("episode_timeout_s", "eval_timeout_s", "temperature", "teacher_temperature", "sync_probe_limit")
+    for name in names:
         _check_positive(config, name)
     if config.load is not None:
         _check_positive(config, "load")
@@ -118,6 +120,7 @@ def check_together(config: Any) -> None:
             "scores at the sampling temperature. Leave teacher_temperature null."
         )
     check_addresses(config)
+    _check_adapter(config)
     _check_method(config)
     every = config.weight_sync_steps
     if every != 1 and config.max_staleness < every:
@@ -130,6 +133,18 @@ def check_together(config: Any) -> None:
         raise ConfigError(
             f"weight_sync_steps is {every}, which does not divide {unsynced[0]}={getattr(config, unsynced[0])}: an "
             "evaluation would be due when its weights are not written. Set weight_sync_steps to 1, or choose multiples."
+        )
+
+
+def _check_adapter(config: Any) -> None:
+    if not config.lora_rank and (config.lora_alpha is not None or config.lora_targets):
+        raise ConfigError(
+            "lora_alpha or lora_targets is set, but lora_rank is 0: no adapter is trained. Set lora_rank."
+        )
+    if config.weight_sync == "lora" and config.extrapolate_every:
+        raise ConfigError(
+            f"extrapolate_every is {config.extrapolate_every}, whose trials are whole policies, but weight_sync lora hands "
+            "over adapters. Set weight_sync to file with eval_urls, or extrapolate_every to 0."
         )
 
 

@@ -35,12 +35,15 @@ from .advantage import Advantage  # noqa: E402
 from .collator import PackOptions  # noqa: E402
 from .composer import PRESETS, BatchComposer  # noqa: E402
 from .config import DivOPDConfig  # noqa: E402
+from .engines.adapter_files import make_lora  # noqa: E402
 from .extrapolation import Extrapolation  # noqa: E402
+from .handover import HandOver  # noqa: E402
 from .packing import MicroBatch  # noqa: E402
 from .policy_files import PolicyFiles  # noqa: E402
 from .registry import build, resolve  # noqa: E402
 from .run_dir import RunDir  # noqa: E402
 from .session import RunSession, TrainingError  # noqa: E402
+from .sharding import prepare_sharding  # noqa: E402
 from .streams import BatchStream  # noqa: E402
 from .weighting import RowWeighting  # noqa: E402
 
@@ -98,7 +101,12 @@ class DivOPDTrainer(AsyncDistillationTrainer):
             worker = explorer(side_state and side_state.explorer, self._resume)
         on_gpu = torch.cuda.is_available() and not args.use_cpu
         args.model_init_kwargs = {"attn_implementation": "sdpa"} | dict(args.model_init_kwargs or {})
-        self.policy_files = PolicyFiles(args.run_dir, lambda: self.model_version + 1)
+        if peft_config is None and args.lora_rank:
+            peft_config = make_lora(args.lora_rank, args.lora_alpha, args.lora_targets)
+        self.args = args
+        self.hand_over = HandOver(self)
+        writer = {"write": self.hand_over.write} if self.hand_over.of_adapter else {}
+        self.policy_files = PolicyFiles(args.run_dir, lambda: self.model_version + 1, **writer)
         with _peak_flops_only_on_gpu(on_gpu), _quiet("transformers.trainer_callback"):
             super().__init__(
                 model=args.model,
@@ -111,6 +119,8 @@ class DivOPDTrainer(AsyncDistillationTrainer):
                 rollout_worker=worker,
                 weight_transfer=self.policy_files,
             )
+        self.hand_over.check(trl_module.validate_lora_for_vllm_sync)
+        prepare_sharding(self.accelerator)
         self.policy_files.size_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
@@ -311,9 +321,17 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         super()._sync_weight()
         self._metrics["train"].clear()
         self.model_version = version
+        self.hand_over.write_probe(version)
         if self.session is not None:
             self.session.policy_written(version)
         self._sync_s = time.perf_counter() - began
+
+    def _sync_weight_merged(self, t0: float) -> tuple[float, float, float]:
+        with self.hand_over.unmerged() if self.hand_over.of_adapter else contextlib.nullcontext():
+            return super()._sync_weight_merged(t0)
+
+    def _streaming_iter(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.hand_over.tensors() if self.hand_over.of_adapter else super()._streaming_iter()
 
     def _log_step_metrics(self) -> None:
         """Write the train line of the update that has just ended."""
