@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from divopd_trainer.engines.base import GenerateRequest
+from divopd_trainer.engines.base import EngineError, GenerateRequest, Generation
 from divopd_trainer.engines.http import BadAnswer, ServerUnavailable
 
 __all__ = [
     "Completion",
     "generate_body",
+    "no_room",
     "prompt_scores",
     "read_completion",
     "refuse_unfinished",
+    "room_for",
     "score_body",
 ]
 
@@ -48,6 +50,25 @@ class Completion:
     stop_reason: str
     prompt_tokens: int
     cached_tokens: int
+
+
+def room_for(request: GenerateRequest, max_model_len: int) -> int:
+    """Tokens that a response may take; 0 where the prompt leaves no room.
+
+    Raises:
+        EngineError: More draws a position are asked for.
+    """
+    if request.extra_samples:
+        raise EngineError(
+            f"extra_samples is {request.extra_samples}, but a vLLM server draws one token a position; expected 0. Use "
+            "divergence: sampled_reverse_kl, or engine: local."
+        )
+    return max(0, min(request.max_tokens, max_model_len - len(request.prompt_ids)))
+
+
+def no_room(version: int) -> Generation:
+    """What is given instead of a request whose prompt leaves no room."""
+    return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "context_overflow", version)
 
 
 def generate_body(

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from divopd_gym.errors import ConfigError
 from divopd_trainer.engines.base import EngineClosed, EngineError, EngineTimeout
 from divopd_trainer.engines.http import Server, ServerUnavailable
 from divopd_trainer.explorer.deadline import within
@@ -78,6 +79,9 @@ class Replicas:
             between its end and the replica's first request.
         timeout_s: Deadline of a request, all attempts together, in seconds.
         silent_s: Seconds without an answer after which a server is asked whether it is still alive.
+
+    Raises:
+        ConfigError: No server.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class Replicas:
         timeout_s: float = 600.0,
         silent_s: float = _SILENT_S,
     ) -> None:
+        if not servers:
+            raise ConfigError(f"A {role} was made without a server; expected at least one. Give {role}_urls.")
         self.members = [Replica(server) for server in servers]
         self.role, self.per_server, self.timeout_s = role, per_server, timeout_s
         self._on_start, self._silent_s = on_start, silent_s

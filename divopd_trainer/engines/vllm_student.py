@@ -17,9 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from divopd_gym.errors import ConfigError
 from divopd_trainer.engines.base import EngineError, GenerateRequest, Generation
-from divopd_trainer.engines.completions import generate_body, read_completion, refuse_unfinished
+from divopd_trainer.engines.completions import (
+    generate_body,
+    no_room,
+    read_completion,
+    refuse_unfinished,
+    room_for,
+)
 from divopd_trainer.engines.http import Server, ServerRefusal, ServerUnavailable
 from divopd_trainer.engines.replicas import Replica, Replicas
 from divopd_trainer.engines.sync import WeightSync
@@ -54,7 +59,7 @@ class VLLMStudent:
         silent_s: See `Replicas`.
 
     Raises:
-        ConfigError: No server, or no length.
+        ConfigError: No server.
     """
 
     name = "student"
@@ -72,11 +77,6 @@ class VLLMStudent:
         load_timeout_s: float = 300.0,
         silent_s: float = 30.0,
     ) -> None:
-        if not servers or max_model_len < 2:
-            raise ConfigError(
-                f"A student was made with {len(servers)} servers and max_model_len {max_model_len}; expected at least "
-                "one server, and 2 tokens."
-            )
         self.max_model_len, self.stop_ids = max_model_len, tuple(int(i) for i in stop_ids)
         self.sync = sync
         # What every live server has, and what each is to have: the number of a load, its source and version. The
@@ -118,17 +118,10 @@ class VLLMStudent:
             EngineTimeout: No answer within the deadline.
             EngineError: The servers refuse it, or keep failing; or more draws a position are asked for.
         """
-        if request.extra_samples:
-            raise EngineError(
-                f"extra_samples is {request.extra_samples}, but a vLLM server draws one token a position; expected 0. "
-                "Use divergence: sampled_reverse_kl, or engine: local."
-            )
-        begun = time.monotonic()
-        prompt = request.prompt_ids
-        room = min(request.max_tokens, self.max_model_len - len(prompt))
-        if room < 1:
-            empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
-            return Generation(*empty, "context_overflow", self.policy_version)
+        begun, prompt = time.monotonic(), request.prompt_ids
+        room = room_for(request, self.max_model_len)
+        if not room:
+            return no_room(self.policy_version)
         stops = request.stop_ids or self.stop_ids
         used: list[tuple[Replica, int]] = []
         version = self.policy_version
@@ -183,7 +176,7 @@ class VLLMStudent:
             if replica.state != "up":
                 continue
             version, model = replica.loaded[self._served(replica)]
-            room = min(request.max_tokens, self.max_model_len - len(request.prompt_ids))
+            room = room_for(request, self.max_model_len)
             # A salt of its own: what is cached must not answer.
             salt, stops = secrets.token_hex(8), request.stop_ids or self.stop_ids
             body = generate_body(request, room, stops, model=model, cache_salt=salt)

@@ -18,9 +18,11 @@ from divopd_gym.errors import ConfigError
 from divopd_trainer.engines.base import EngineError, GenerateRequest, Generation, TokenScores
 from divopd_trainer.engines.completions import (
     generate_body,
+    no_room,
     prompt_scores,
     read_completion,
     refuse_unfinished,
+    room_for,
     score_body,
 )
 from divopd_trainer.engines.http import Server
@@ -84,11 +86,6 @@ class VLLMTeacher:
         request_timeout_s: float = 600.0,
         silent_s: float = 30.0,
     ) -> None:
-        if not servers or max_model_len < 3:
-            raise ConfigError(
-                f"A teacher was made with {len(servers)} servers and max_model_len {max_model_len}; expected at least "
-                "one server, and 3 tokens."
-            )
         if not 0 <= overlap < max_model_len - 1:
             raise ConfigError(
                 f"teacher_overlap is {overlap} with a teacher that reads {max_model_len - 1} tokens; expected 0 (leave "
@@ -178,14 +175,10 @@ class VLLMTeacher:
             EngineTimeout: No answer within the deadline.
             EngineError: The servers refuse it, or keep failing; or more draws a position are asked for.
         """
-        if request.extra_samples:
-            raise EngineError(
-                f"extra_samples is {request.extra_samples}, but a vLLM server draws one token a position; expected 0."
-            )
         begun, prompt = time.monotonic(), request.prompt_ids
-        room = min(request.max_tokens, self.max_model_len - len(prompt))
-        if room < 1:
-            return Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), "context_overflow", 0)
+        room = room_for(request, self.max_model_len)
+        if not room:
+            return no_room(0)
         stops = request.stop_ids or self.stop_ids
 
         def body(_: Any) -> dict[str, Any]:
