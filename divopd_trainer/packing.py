@@ -17,7 +17,7 @@ import torch
 from divopd_gym.errors import ConfigError
 
 from .turns import Turn
-from .weighting import TokenWeights, uniform_weights
+from .weighting import TokenWeights, imitation_apart, uniform_weights
 
 __all__ = ["MicroBatch", "dummy_micro_batch", "pack", "split_ranks"]
 
@@ -142,7 +142,8 @@ def pack(
     Args:
         rows: The batch; rows without a valid token take part in nothing but the row count.
         token_weights: For each row, one weight a response token ([n]); those at tokens that are not valid are ignored.
-            None: `weighting.uniform_weights`, the mean over a row's valid tokens, then over all rows.
+            None: `weighting.uniform_weights`, the mean over a row's valid tokens, then over all rows. Plain weights of a
+            reply that is imitated weigh its cross-entropy.
         update: The update that the batch is for, from which rows get their age; None: age 0.
         merge: Rows of one segment become one sequence, up to the last of their responses. False: one sequence a row.
         max_tokens: Budget of a micro-batch, in positions (padding counts). A longer sequence gets one of its own.
@@ -163,13 +164,17 @@ def pack(
     if max_tokens < 1 or world < 1:
         raise ConfigError(f"max_tokens is {max_tokens} and world is {world}; both must be 1 or more.")
     if not isinstance(token_weights, TokenWeights):
-        token_weights = TokenWeights(uniform_weights(rows) if token_weights is None else token_weights)
+        token_weights = imitation_apart(
+            rows, uniform_weights(rows) if token_weights is None else token_weights
+        )
     weights = list(token_weights.weights)
     rewards = token_weights.rewards
     rewards = [np.zeros(np.shape(w)) for w in weights] if rewards is None else list(rewards)
     if len(weights) != len(rows) or len(rewards) != len(rows):
         raise ConfigError(f"{len(weights)} weight arrays for {len(rows)} rows; pass one array a row.")
-    for number, turn, w in [(i, t, w) for values in (weights, rewards) for i, (t, w) in enumerate(zip(rows, values))]:
+    for number, turn, w in [
+        (i, t, w) for values in (weights, rewards) for i, (t, w) in enumerate(zip(rows, values))
+    ]:
         if np.shape(w) != (turn.n_tokens,):
             raise ConfigError(
                 f"Row {number} has {turn.n_tokens} response tokens but weights of shape {np.shape(w)}; pass one "

@@ -17,8 +17,8 @@ from divopd_gym.errors import ConfigError
 from .turns import Turn
 
 __all__ = [
-    "REDUCTIONS", "Reduction", "RowWeighting", "TokenWeights", "TurnOPDWeighting", "UniformWeighting", "turnopd_shares",
-    "uniform_weights",
+    "REDUCTIONS", "Reduction", "RowWeighting", "TokenWeights", "TurnOPDWeighting", "UniformWeighting", "imitation_apart",
+    "turnopd_shares", "uniform_weights",
 ]  # fmt: skip
 
 Reduction = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum"]
@@ -37,6 +37,22 @@ class TokenWeights:
 
     weights: list[np.ndarray]
     rewards: list[np.ndarray] | None = None
+
+
+def imitation_apart(rows: Sequence[Turn], weights: Sequence[np.ndarray]) -> TokenWeights:
+    """Plain weights, with those of imitated replies as rewards: a constant advantage of 1 is cross-entropy.
+
+    Args:
+        rows: The whole batch.
+        weights: For each row float64 [n].
+    """
+    imitated = [turn.imitated for turn in rows]
+    if not any(imitated):
+        return TokenWeights(list(weights))
+    return TokenWeights(
+        [np.zeros(np.shape(w)) if teachers else w for w, teachers in zip(weights, imitated)],
+        [w if teachers else np.zeros(np.shape(w)) for w, teachers in zip(weights, imitated)],
+    )
 
 
 class RowWeighting(Protocol):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from divopd_gym.errors import ConfigError
 from divopd_trainer.losses import (
+    advantage_loss,
     forward_logprobs,
     multi_sample_reverse_kl,
     sample_candidates,
@@ -396,3 +397,27 @@ def test_weights_that_do_not_fit_are_refused():
         pack(rows, [np.ones(2), np.ones(2)])
     with pytest.raises(ConfigError, match="layout"):
         pack(rows, layout="flat")
+
+
+def test_imitated_replies_weigh_as_cross_entropy_and_others_as_distillation():
+    student = rollout(1, [3], np.random.default_rng(0))[0]
+    segment = Segment(2, 0, [5, 6])
+    start, end = segment.append([7, 8, 9])
+    reply = make_turn(
+        rollout_id=2, index=0, segment=segment, start=start, end=end, student_logprobs=[np.nan] * 3,
+        teacher_logprobs=[-0.5, -1.0, -2.0], actor="teacher", info={"imitate": True},
+    )  # fmt: skip
+    assert reply.valid
+    model = tiny_model()
+    (micro,) = pack([student, reply])
+    assert micro.weights[micro.row == 1].tolist() == [0, 0, 0] == micro.rewards[micro.row == 0].tolist()
+    logp = forward_logprobs(model, micro, 1.0, micro.target_ids)
+    loss = advantage_loss(logp, micro.teacher_logprobs - logp.detach(), micro.weights, micro.rewards)
+    loss.backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    logp = forward_logprobs(model, micro, 1.0, micro.target_ids)
+    mine = micro.row == 0
+    distilled = sampled_reverse_kl(logp[mine], micro.teacher_logprobs[mine], micro.weights[mine])
+    (distilled - logp[~mine].sum() / 6).backward()
+    assert_same_gradient(got, {name: p.grad for name, p in model.named_parameters()})
