@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "train",
         "distil a student from a teacher: divopd train --config FILE.yaml --learning_rate 2e-6",
     ),
+    "launch": ("launch", "start a run's vLLM servers and its trainer together: divopd launch FILE.yaml"),
+    "serve": ("serve", "run one vLLM server of a run by itself"),
     "eval": ("evaluate", "play every task of a split once; success with interval, per task type"),
     "play": ("play", "play any environment in the terminal"),
     "expert": ("expert", "record an expert's episodes, off-path states included"),
