@@ -224,6 +224,18 @@ class DivOPDConfig(AsyncDistillationConfig):
         None,
         "Processes that run environments, one episode at a time each; null: max_concurrent.",
     )
+    explorers: int = _option(
+        1,
+        "Explorer processes, each with its own engines; they share tasks, load, max_concurrent and env_workers.",
+    )
+    pool: str = _option(
+        "processes",
+        "Where environments run: 'processes' of this machine, 'ray' (actors on a Ray cluster; see ray_address) or an "
+        "importable factory 'module:function'.",
+    )
+    ray_address: str | None = _option(
+        None, "ray: address of the cluster, or 'local' for one of this machine; null: RAY_ADDRESS, else 'local'."
+    )
     merge_packing: bool = _option(
         True,
         "Forward the turns of a rollout that share a prefix as one sequence (same gradient, fewer tokens).",

@@ -45,7 +45,7 @@ def check_values(config: Any) -> None:
     at_least |= dict.fromkeys(("max_staleness", "max_pending_age", "eval_every", "save_every"), 0)
     at_least |= dict.fromkeys(("keep_checkpoints", "recovery_budget", "recovery_warmup"), 0)
     at_least |= {"samples": 2, "extrapolate_every": 0, "extrapolate_episodes": 1, "probe_rollouts": 1}
-    at_least |= {"max_explorer_restarts": 0, "max_model_len": 2, "weight_sync_steps": 1}
+    at_least |= {"explorers": 1, "max_explorer_restarts": 0, "max_model_len": 2, "weight_sync_steps": 1}
     at_least |= {"lora_rank": 0, "sync_probes": -1}
     for name, least in at_least.items():
         value = getattr(config, name)

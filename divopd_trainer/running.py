@@ -44,15 +44,16 @@ def run(
     Raises:
         DivOPDError: See `divopd_trainer.startup.check_run` and `DivOPDTrainer.train`.
     """
-    from .explorer.process import ExplorerProcess
+    from .explorer.fleet import make_explorer
     from .startup import check_run, explorer_config
 
     findings = check_run(config) if config.process_index == 0 else None
 
-    def explorer(state: dict[str, Any] | None, checkpoint: Path | None) -> ExplorerProcess:
+    def explorer(state: dict[str, Any] | None, checkpoint: Path | None) -> Any:
         update = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-        return ExplorerProcess(
+        return make_explorer(
             explorer_config(config, checkpoint, update),
+            config.explorers,
             state=state,
             max_restarts=config.max_explorer_restarts,
         )

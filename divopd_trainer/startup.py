@@ -17,6 +17,7 @@ from .compat import compare_tokenizers
 from .composer import PRESETS
 from .config import DivOPDConfig
 from .explorer.config import ExplorerConfig
+from .explorer.fleet import split_config
 from .registry import build
 from .run_dir import RunDir
 
@@ -75,7 +76,7 @@ def check_run(config: DivOPDConfig) -> Findings:
     findings = Findings()
     run_dir = RunDir(config.run_dir)
     run_dir.check(resume=bool(config.resume_from_checkpoint))
-    explorer_config(config)
+    split_config(explorer_config(config), config.explorers)
     codec = check_models(config, findings)
     if config.engine == "vllm":
         findings.notes += check_vllm(config)
@@ -294,6 +295,8 @@ def explorer_config(
         "env_id": config.env_id,
         "env_kwargs": config.environment(),
         "workers": config.env_workers,
+        "pool": config.pool,
+        "ray_address": config.ray_address,
         "epochs": config.epochs,
         "group": config.attempts_per_task,
         "eval_env_kwargs": config.environment(evaluation=True),

@@ -26,14 +26,16 @@ class ExplorerConfig:
         env_kwargs: Its keyword arguments.
         workers: Environment processes.
         tasks: Task ids; None = all of the environment's.
+        share: (i, n): only every n-th of the tasks, from the i-th on; see `divopd_trainer.explorer.fleet`.
         epochs: Passes over the tasks; None = without end.
         group: Attempts a task and epoch.
         eval_env_kwargs: Keyword arguments for evaluations; None = the same environment, whose workers are shared.
         eval_workers: Environment processes for evaluations, started at the first one; None = `workers`.
         engine: "local" (transformers models in this process), "vllm" (servers), or a factory "module:function" that
             takes this config and returns `Engines`.
-        pool: "processes" (`divopd_gym.pool.EnvPool`), or a factory "module:function" called as
+        pool: "processes" (`divopd_gym.pool.EnvPool`), "ray" (`divopd_gym.ray_pool.RayEnvPool`), or a factory "module:function" called as
             ``factory(env_id, env_kwargs, workers, config)``.
+        ray_address: pool "ray": the cluster; see `divopd_gym.ray_pool`.
         student: Path or name of the student.
         teacher: Path or name of the teacher; None = no scores, no recovery.
         student_urls: vLLM servers of the student; none = the one on this machine at port 8000.
@@ -90,12 +92,14 @@ class ExplorerConfig:
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     workers: int = 2
     tasks: Sequence[str] | None = None
+    share: tuple[int, int] = (0, 1)
     epochs: int | None = None
     group: int = 1
     eval_env_kwargs: dict[str, Any] | None = None
     eval_workers: int | None = None
     engine: str = "local"
     pool: str = "processes"
+    ray_address: str | None = None
     student: str | None = None
     teacher: str | None = None
     student_urls: Sequence[str] = ()
@@ -164,7 +168,7 @@ class ExplorerConfig:
             raise ConfigError(f"load is {self.load}; expected a number above 0, or None for no pacing.")
         for name in ("engine", "pool"):
             value = getattr(self, name)
-            if value not in (None, "local", "vllm", "processes") and value.count(":") != 1:
+            if value not in (None, "local", "vllm", "processes", "ray") and value.count(":") != 1:
                 raise ConfigError(f"{name} is {value!r}; expected an importable factory 'module:function'.")
         built_in = self.engine in ("local", "vllm")
         if built_in and not self.student:

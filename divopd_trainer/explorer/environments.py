@@ -13,12 +13,18 @@ __all__ = ["ask_env", "make_pool"]
 
 def make_pool(config: ExplorerConfig, env_kwargs: dict[str, Any], workers: int) -> Any:
     """An environment pool, not yet started, as ``config.pool`` says."""
-    if config.pool != "processes":
+    if config.pool not in ("processes", "ray"):
         return import_factory(config.pool, "pool")(config.env_id, env_kwargs, workers, config)
-    from divopd_gym.pool import EnvPool
+    more: dict[str, Any] = {}
+    if config.max_worker_restarts is not None:
+        more["max_restarts"] = config.max_worker_restarts
+    if config.pool == "ray":
+        from divopd_gym.ray_pool import RayEnvPool as Pool
 
-    more = {} if config.max_worker_restarts is None else {"max_restarts": config.max_worker_restarts}
-    return EnvPool(
+        more["address"] = config.ray_address
+    else:
+        from divopd_gym.pool import EnvPool as Pool
+    return Pool(
         config.env_id,
         env_kwargs,
         workers,

@@ -55,9 +55,11 @@ class ExplorerProcess:
         config: What it does.
         state: From where it goes on; None = from the beginning.
         max_restarts: Deaths that are mended in the whole run.
+        buffer: Takes the rollouts in place of a `RolloutBuffer` of its own.
 
     Attributes:
         rollout_buffer: Received rollouts.
+        lock: While it is held, no rollout is taken in and `state` does not change.
         metrics_queue: One dict of gauges a heartbeat, oldest thrown away when nobody reads.
         eval_results: `EvalDone` of evaluations that were sent, not requested.
         failures: The latest `EpisodeFailed`.
@@ -68,11 +70,16 @@ class ExplorerProcess:
     """
 
     def __init__(
-        self, config: ExplorerConfig, *, state: ExplorerState | dict | None = None, max_restarts: int = 2
+        self,
+        config: ExplorerConfig,
+        *,
+        state: ExplorerState | dict | None = None,
+        max_restarts: int = 2,
+        buffer: Any = None,
     ) -> None:
         self.config = config
         self.max_restarts = max_restarts
-        self.rollout_buffer = RolloutBuffer()
+        self.rollout_buffer: Any = RolloutBuffer() if buffer is None else buffer
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue(maxsize=1000)
         self.eval_results: queue.Queue[EvalDone] = queue.Queue()
         self.failures: deque[EpisodeFailed] = deque(maxlen=100)
@@ -85,7 +92,7 @@ class ExplorerProcess:
         self._frontier: Frontier | None = None
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._lock = threading.RLock()
+        self.lock = self._lock = threading.RLock()
         self._send_lock = threading.Lock()
         self._ready_event = threading.Event()
         self._ended = threading.Event()
@@ -162,6 +169,11 @@ class ExplorerProcess:
         with self._lock:
             epochs = self.config.epochs
             return self._frontier is not None and epochs is not None and self._frontier.epoch >= epochs
+
+    @property
+    def able(self) -> bool:
+        """Whether it can deliver now: it is ready and not exhausted."""
+        return self._ready_event.is_set() and not self.exhausted
 
     @property
     def idle(self) -> bool:

@@ -17,7 +17,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from divopd_gym.errors import DivOPDError
+from divopd_gym.errors import ConfigError, DivOPDError
 from divopd_gym.prompts import get_prompt
 
 from ..costs import engine_costs
@@ -190,11 +190,17 @@ class Explorer:
         tasks = config.tasks
         if tasks is None:
             tasks = await ask_env(config, self.pool, "tasks")
+        number, of = config.share
+        if len(tasks) < of:
+            raise ConfigError(
+                f"There are {len(tasks)} tasks for {of} explorers; expected at least one each. Lower explorers."
+            )
+        tasks = list(tasks)[number::of]
         self._env_info = {}
         with contextlib.suppress(DivOPDError):
             self._env_info = {"env_versions": await ask_env(config, self.pool, "versions")}
         self.evaluations = Evaluations(config, self.engines, self.pool, self.prompt)
-        self.schedule = TaskSchedule(list(tasks), seed=config.seed, group=config.group, epochs=config.epochs)
+        self.schedule = TaskSchedule(tasks, seed=config.seed, group=config.group, epochs=config.epochs)
         if self._saved_schedule is not None:
             self.schedule.load_state_dict(self._saved_schedule)
 
