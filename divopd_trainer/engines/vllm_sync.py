@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,7 @@ class FileSync:
     def __init__(self) -> None:
         self.gaps: list[float] = []
 
-    def model_name(self, version: int) -> str | None:
-        """Requests name no model: a server has one."""
-        return None
-
-    async def push(self, server: Server, source: Any, version: int) -> None:
+    async def push(self, server: Server, source: Any, version: int, load: int) -> None:
         """Stop the server, have it read the file, let it go on, and compare.
 
         Raises:
@@ -69,7 +66,7 @@ class FileSync:
         if (probe := await asyncio.to_thread(read_probe, source)) is not None:
             self.gaps.append(await check_served(server, probe, None))
 
-    async def retire(self, server: Server, version: int) -> None:
+    async def retire(self, server: Server, model: str) -> None:
         """Nothing is kept."""
 
     async def _start(self, server: Server) -> None:
@@ -118,30 +115,31 @@ class AdapterSync:
     adapters = True
 
     def __init__(self, purpose: str = "train") -> None:
-        # A server that outlives a run must not answer with that run's adapter of the same version.
+        # A server that outlives a run must not answer with that run's adapter of the same number.
         self._name = f"divopd-{purpose}-{secrets.token_hex(4)}"
-        self._held: dict[int, tuple[Path, set[str]]] = {}
+        self._held: dict[str, tuple[Path, set[str]]] = {}
         self.gaps: list[float] = []
 
-    def model_name(self, version: int) -> str:
-        """The adapter's name."""
-        return f"{self._name}-{version}"
-
-    async def push(self, server: Server, source: Any, version: int) -> None:
+    async def push(self, server: Server, source: Any, version: int, load: int) -> str:
         """Have the server load an adapter beside those it has, and compare.
 
         Args:
             server: Which.
             source: Folder with adapter_config.json and adapter_model.safetensors.
             version: Completed updates.
+            load: See `WeightSync`.
+
+        Returns:
+            The name that requests give.
 
         Raises:
             SyncRefused: It takes no adapters, or not this one.
             SyncMismatch: It serves something else under the new name.
             ServerUnavailable: It does not answer.
         """
-        folder = await asyncio.to_thread(self._hold, Path(source).resolve(), version)
-        body = {"lora_name": self.model_name(version), "lora_path": str(folder), "load_inplace": False}
+        model = f"{self._name}-{load}"
+        folder = await asyncio.to_thread(self._hold, Path(source).resolve(), model)
+        body = {"lora_name": model, "lora_path": str(folder), "load_inplace": False}
         try:
             await server.post("/v1/load_lora_adapter", body, _TRANSFER_S)
         except ServerRefusal as error:
@@ -152,32 +150,36 @@ class AdapterSync:
             if not error.down and "rank" in str(error).lower():
                 raise SyncRefused(_why_not(server, error)) from error
             raise
+        self._held[model][1].add(server.url)
         if (probe := await asyncio.to_thread(read_probe, source)) is not None:
-            self.gaps.append(await check_served(server, probe, self.model_name(version)))
-        self._held[version][1].add(server.url)
+            self.gaps.append(await check_served(server, probe, model))
+        return model
 
-    async def retire(self, server: Server, version: int) -> None:
+    async def retire(self, server: Server, model: str) -> None:
         """Free the slot, and the files when no server has them."""
         with contextlib.suppress(ServerRefusal):
-            await server.post("/v1/unload_lora_adapter", {"lora_name": self.model_name(version)}, _CONTROL_S)
-        folder, servers = self._held.get(version, (None, set()))
+            await server.post("/v1/unload_lora_adapter", {"lora_name": model}, _CONTROL_S)
+        folder, servers = self._held.get(model, (None, set()))
         servers.discard(server.url)
         if folder is not None and not servers:
-            del self._held[version]
+            self._held.pop(model, None)
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    def _hold(self, source: Path, version: int) -> Path:
+    def _hold(self, source: Path, model: str) -> Path:
         """Links to the files: the learner deletes its own, and a server that reads an adapter again must find them."""
-        if version in self._held and self._held[version][0].is_dir():
-            return self._held[version][0]
-        folder = source.with_name(f"{self._name}-{version}")
-        shutil.rmtree(folder, ignore_errors=True)
+        if model in self._held and self._held[model][0].is_dir():
+            return self._held[model][0]
+        folder, partial = source.with_name(model), Path(tempfile.mkdtemp(prefix=".held-", dir=source.parent))
         try:
-            shutil.copytree(source, folder, copy_function=_link)
+            shutil.copytree(source, partial, copy_function=_link, dirs_exist_ok=True)
+            with contextlib.suppress(OSError):
+                # Another thread may have been faster.
+                os.rename(partial, folder)
         except OSError as error:
             raise SyncRefused(f"The adapter {source} cannot be read ({error}); expected a folder.") from error
-        self._held[version] = folder, set()
-        return folder
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return self._held.setdefault(model, (folder, set()))[0]
 
 
 def _link(source: str, target: str) -> None:
