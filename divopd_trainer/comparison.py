@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -165,10 +164,22 @@ def _run(plan: Plan, run: PlannedRun, timeout_s: float | None) -> str | None:
         else:
             _set_aside(run.path)
     run.path.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "divopd_trainer.cli", "train", *plan.settings, *run.command(), *extra]
+    # The guard ends the run when this process ends, however it ends.
+    command = [
+        sys.executable,
+        "-m",
+        "divopd_trainer.guard",
+        sys.executable,
+        "-m",
+        "divopd_trainer.cli",
+        "train",
+    ]
+    command += [*plan.settings, *run.command(), *extra]
     log = run.path / "train.log"
     with log.open("ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -176,6 +187,7 @@ def _run(plan: Plan, run: PlannedRun, timeout_s: float | None) -> str | None:
         finally:
             # Ctrl-C and the time's end: the run gets the chance to write its checkpoint, once.
             _end(process)
+            process.stdin.close()
     if code == 0:
         (run.path / _FINISHED).write_text(json.dumps({"method": run.method, "seed": run.seed}), "utf-8")
         return None
@@ -192,7 +204,8 @@ def _end(process: subprocess.Popen, grace_s: float = 60.0) -> None:
         if process.poll() is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            # The guard passes it on to the run alone: a second Ctrl-C would end that at once.
+            process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,9 @@ def main(argv: Sequence[str]) -> int:
         for run in plan.runs:
             print("divopd train", *settings, *run.command())
         return 0
+    # A script's background ignores Ctrl-C, and SIGTERM would not let the run in progress write its checkpoint.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     began = time.monotonic()
     failures = run_all(plan, note=lambda line: print(line, flush=True), timeout_s=args.timeout_s)
     done = [run for run in plan.runs if run.done]

@@ -1,8 +1,11 @@
 """Comparisons: laid out seed by seed, done once, gone on with after an interruption, refused when they would mix."""
 
 import json
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from divopd_gym.errors import ConfigError
@@ -29,8 +32,15 @@ def fake_train(tmp_path, monkeypatch):
     )
 
     def popen(command, **more):
-        assert command[1:4] == ["-m", "divopd_trainer.cli", "train"]
-        return real([sys.executable, str(script), *command[4:]], **more)
+        assert command[1:7] == [
+            "-m",
+            "divopd_trainer.guard",
+            sys.executable,
+            "-m",
+            "divopd_trainer.cli",
+            "train",
+        ]
+        return real([*command[:4], str(script), *command[7:]], **more)
 
     real = comparison.subprocess.Popen
     monkeypatch.setattr(comparison.subprocess, "Popen", popen)
@@ -75,6 +85,31 @@ def test_a_run_without_a_checkpoint_is_set_aside_not_lost(tmp_path, fake_train):
 def test_a_run_that_takes_too_long_is_ended(tmp_path, fake_train):
     failures = run_all(plan(tmp_path, ["hangs"], seeds=[0]), note=lambda _: None, timeout_s=3.0)
     assert "longer than 3 s" in next(iter(failures.values()))
+
+
+def test_a_comparison_that_is_killed_takes_its_run_along(tmp_path):
+    script = (
+        "import subprocess, sys, time\n"
+        "from pathlib import Path\n"
+        "from divopd_trainer import comparison\n"
+        "real = subprocess.Popen\n"
+        "def popen(command, **more):\n"
+        "    loop = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "    return real([*command[:4], '-c', loop], **more)\n"
+        "comparison.subprocess.Popen = popen\n"
+        "comparison.run_all(comparison.Plan.of(Path(sys.argv[1]), ['a'], [0], []))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.DEVNULL)
+    log = tmp_path / "a" / "seed-0" / "train.log"
+    end = time.monotonic() + 30
+    while not (log.exists() and log.read_text().strip()) and time.monotonic() < end:
+        time.sleep(0.1)
+    pid = int(log.read_text())
+    process.kill()
+    process.wait(10)
+    while psutil.pid_exists(pid) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not psutil.pid_exists(pid)
 
 
 def test_other_settings_and_doubled_runs_are_refused(tmp_path, fake_train):
