@@ -91,8 +91,10 @@ class DivOPDConfig(AsyncDistillationConfig):
         3,
         "vllm: syncs at the start after which served log-probs are compared with trained ones; -1: all, 0: none.",
     )
-    sync_probe_limit: float = _option(
-        0.02, "vllm: nats by which served and trained log-probs may differ on average."
+    sync_probe_limit: float | None = _option(
+        None,
+        "vllm: nats by which served and trained log-probs may differ on average; null: 0.02, and 0.05 in bfloat16, whose "
+        "rounding alone makes up to 0.02.",
     )
     launch: dict[str, Any] | str | None = _option(
         None, "divopd launch: which servers it starts, and how; see 'divopd launch --help'."
@@ -234,7 +236,8 @@ class DivOPDConfig(AsyncDistillationConfig):
         "importable factory 'module:function'.",
     )
     ray_address: str | None = _option(
-        None, "ray: address of the cluster, or 'local' for one of this machine; null: RAY_ADDRESS, else 'local'."
+        None,
+        "ray: address of the cluster, or 'local' for one of this machine; null: RAY_ADDRESS, else 'local'.",
     )
     merge_packing: bool = _option(
         True,
@@ -360,6 +363,8 @@ class DivOPDConfig(AsyncDistillationConfig):
         self.gradient_checkpointing = self.activation_checkpointing
         if self.teacher_temperature is None:
             self.teacher_temperature = self.temperature if self.engine == "local" else 1.0
+        if self.sync_probe_limit is None:
+            self.sync_probe_limit = 0.05 if self.bf16 else 0.02
         if self.engine == "vllm" and self.weight_sync is None:
             self.weight_sync = "lora" if self.lora_rank else "file"
         if self.env_workers is None:

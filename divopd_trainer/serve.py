@@ -250,7 +250,7 @@ def _flags(config: Any, settings: LaunchSettings, role: str, model: str, evaluat
     length = config.max_model_len + (role == "teacher")
     longest = _positions(model)
     length = min(length, longest) if longest else length
-    flags = ["--max-model-len", str(length), "--generation-config", "vllm"]
+    flags = ["--max-model-len", str(length), "--generation-config", "vllm", "--disable-uvicorn-access-log"]
     if role == "teacher":
         flags += ["--max-logprobs", str(max(20, config.teacher_top_k))]
     else:
@@ -266,8 +266,9 @@ def _flags(config: Any, settings: LaunchSettings, role: str, model: str, evaluat
     flags += ["--max-num-seqs", str(sequences)] if sequences else []
     if not settings.on_gpu:
         # A seeded request whose prompt is read in parts ends vLLM's CPU engine.
-        flags += ["--dtype", "bfloat16", "--enforce-eager"]
-        flags += ["--max-num-batched-tokens", str(length * sequences)]
+        flags += ["--enforce-eager", "--max-num-batched-tokens", str(length * sequences)]
+        # As the learner computes there, so that served and trained log-probs agree to the last digit.
+        flags += ["--dtype", "float32"]
     return flags
 
 
