@@ -19,9 +19,9 @@ from divopd_trainer.config_files import config_from_mapping
 from divopd_trainer.engines.adapter_files import adapter_tensors, make_lora, write_adapter
 from divopd_trainer.engines.base import GenerateRequest
 from divopd_trainer.engines.http import Server as Address
-from divopd_trainer.engines.sync_probe import LIMIT, probe_file, trained_probe, write_probe
+from divopd_trainer.engines.sync_probe import LIMIT, SyncMismatch, probe_file, trained_probe, write_probe
 from divopd_trainer.engines.vllm_student import VLLMStudent
-from divopd_trainer.engines.vllm_sync import AdapterSync, SyncMismatch
+from divopd_trainer.engines.vllm_sync import AdapterSync
 from divopd_trainer.engines.vllm_teacher import VLLMTeacher
 from divopd_trainer.metrics_log import read_metrics
 
