@@ -12,8 +12,10 @@ import os
 import re
 import weakref
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+from divopd_gym.errors import ConfigError
 from divopd_trainer.engines.addresses import check_url
 from divopd_trainer.engines.base import EngineError
 from divopd_trainer.explorer.deadline import within
@@ -86,6 +88,9 @@ class Server:
         field: Setting that the address comes from, for messages.
         connect_timeout_s: Seconds to open a connection.
 
+    Raises:
+        ConfigError: The address is none, or httpx is not installed.
+
     Attributes:
         opened: Connections opened so far. A restarted server has none of its old ones.
     """
@@ -98,6 +103,10 @@ class Server:
         field: str = "student_urls",
         connect_timeout_s: float = 5.0,
     ) -> None:
+        if find_spec("httpx") is None:
+            raise ConfigError(
+                "The package httpx is not installed, and vLLM servers are asked through it. Install divopd[vllm]."
+            )
         self.url = check_url(url, field)
         self.opened = 0
         self._key_variables = key_variables

@@ -243,6 +243,12 @@ def test_engines_are_built_from_the_run_and_pin_their_evaluations(make, serve):
         build_engines(explorer_config(make(**{**changes, "student_urls": [teacher.url]})))
 
 
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setattr("divopd_trainer.engines.http.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"httpx.*divopd\[vllm\]"):
+        Server("http://127.0.0.1:1")
+
+
 def test_an_unknown_way_of_weights_is_refused_by_name(make, serve):
     with pytest.raises(ConfigError, match="weight_sync is 'pigeon'"):
         check_vllm(make(weight_sync="pigeon"))
