@@ -7,27 +7,63 @@ state and the counters; ``manifest.json`` lists every file with its size, so tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from divopd_gym.errors import ConfigError
+from divopd_gym.errors import ConfigError, DivOPDError
 
 from .framelog import FrameLogWriter, RecordError, read_frames
 from .records import rollout_from_dict, rollout_to_dict
 from .turns import Rollout, Turn
 
-__all__ = ["SideState", "find_checkpoint", "load_side_state", "publish", "rotate", "save_side_state", "whole"]
+__all__ = [
+    "CheckpointError",
+    "SideState",
+    "find_checkpoint",
+    "load_side_state",
+    "publish",
+    "rotate",
+    "save_side_state",
+    "whole",
+    "writing",
+]
 
 SCHEMA = 1
 _FOLDER = "divopd_state"
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"checkpoint-(\d+)$")
+
+
+class CheckpointError(DivOPDError, RuntimeError):
+    """A checkpoint could not be written."""
+
+
+@contextlib.contextmanager
+def writing(partial: Path) -> Iterator[None]:
+    """Around everything that writes a checkpoint under its first name; a failure leaves nothing of it behind.
+
+    Raises:
+        CheckpointError: The system refuses to write, as it does on a full disk.
+    """
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        # torch and safetensors have errors of their own for a write that failed.
+        refused = isinstance(error, OSError) or re.search("writ|No space", str(error))
+        if isinstance(error, DivOPDError) or not refused:
+            raise
+        raise CheckpointError(
+            f"The checkpoint {partial} cannot be written ({str(error).splitlines()[0][:200]}); the one before it is "
+            "whole. Make room on its disk, then go on with --resume_from_checkpoint true."
+        ) from error
 
 
 @dataclass

@@ -212,7 +212,12 @@ class TurnCollator:
         if self.weighting is not None and (annotate := getattr(self.weighting, "annotate", None)):
             annotate(rollout)
         if self.writer is not None and self.record_rollouts:
-            self.writer.write_rollout(rollout)
+            try:
+                self.writer.write_rollout(rollout)
+            except BaseException:
+                # A checkpoint must not count it among what was received and recorded.
+                self._held_back.insert(0, rollout)
+                raise
         self.counters["rollouts"] += 1
         self.counters["env_turns"] += rollout.turns_played
         # Other turns live in the history; they are no candidates, so the gate does not count them.

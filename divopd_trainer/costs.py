@@ -5,11 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["COSTS", "CostMeter", "engine_costs"]
+__all__ = ["COSTS", "TROUBLES", "CostMeter", "engine_costs", "engine_troubles"]
 
 COSTS = ("generator_s", "generator_tokens", "teacher_s", "teacher_tokens")
 """Fields of a train line: seconds of forward passes and tokens read or written in them. The generator's are of training
 episodes and of evaluations that share its engine; the teacher's are scoring and the turns that it plays."""
+
+
+TROUBLES = {
+    "student_retries": "requests to the student's servers that were sent again",
+    "student_restarts": "times a student server was found to have been started again",
+    "teacher_retries": "requests to the teacher's servers that were sent again",
+    "teacher_restarts": "times a teacher server was found to have been started again",
+}
+"""What engines on servers had to put up with; see `engine_troubles`."""
+
+
+def engine_troubles(student: Any, teachers: Iterable[Any]) -> dict[str, float]:
+    """Totals of `TROUBLES` since the engines started; empty where no engine counts them."""
+    totals: dict[str, float] = {}
+    for engine, role in [(student, "student"), *((teacher, "teacher") for teacher in teachers)]:
+        counters: Mapping[str, float] = getattr(engine, "counters", None) or {}
+        for name in ("retries", "restarts"):
+            if name in counters:
+                totals[f"{role}_{name}"] = totals.get(f"{role}_{name}", 0) + counters[name]
+    return totals
 
 
 def engine_costs(student: Any, teachers: Iterable[Any]) -> dict[str, float]:

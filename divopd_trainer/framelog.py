@@ -6,6 +6,7 @@ The reader stops at a torn or damaged frame, yields all that came before it, and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import zstandard
 
 from divopd_gym.errors import DivOPDError
 
-__all__ = ["FrameLogWriter", "RecordError", "good_length", "read_frames"]
+__all__ = ["FrameLogWriter", "RecordError", "append", "good_length", "read_frames"]
 
 _CHUNK = 1 << 20
 
@@ -35,6 +36,27 @@ def plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value)
     raise TypeError(f"{type(value).__name__} is not a JSON value; convert it before it is recorded")
+
+
+def append(file: Any, data: bytes, path: Path) -> None:
+    """Write all of it at the end of an unbuffered file, or nothing.
+
+    Raises:
+        RecordError: The system refuses it, as it does on a full disk.
+    """
+    before = file.seek(0, 2)
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[file.write(view) :]
+    except OSError as error:
+        # What follows a torn record could not be read.
+        with contextlib.suppress(OSError):
+            file.truncate(before)
+        raise RecordError(
+            f"{path} cannot be written ({error.strerror or error}); what was recorded before is whole. Make room on its "
+            "disk, then go on with --resume_from_checkpoint true."
+        ) from error
 
 
 class FrameLogWriter:
@@ -61,7 +83,7 @@ class FrameLogWriter:
         """Append one object; returns the bytes it takes. It is with the operating system when this returns.
 
         Raises:
-            RecordError: The writer is closed, or the object holds something that JSON cannot say.
+            RecordError: The writer is closed, the disk is full, or the object holds something that JSON cannot say.
         """
         try:
             line = json.dumps(record, default=plain, separators=(",", ":")) + "\n"
@@ -73,9 +95,7 @@ class FrameLogWriter:
                     f"{self.path} is closed; expected an open writer; make a new one to append more."
                 )
             frame = self._zstd.compress(line.encode("ascii"))
-            view = memoryview(frame)
-            while view:
-                view = view[self._file.write(view) :]
+            append(self._file, frame, self.path)
             return len(frame)
 
     def close(self) -> None:

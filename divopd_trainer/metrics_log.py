@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .framelog import RecordError, plain
+from .framelog import RecordError, append, plain
 
 try:
     import fcntl
@@ -86,8 +86,8 @@ class MetricsWriter:
         ``wall_s`` is filled in when absent. Numbers that are not finite become null.
 
         Raises:
-            RecordError: A required field is missing or has no usable value (the message names it), or the
-                writer is closed.
+            RecordError: A required field is missing or has no usable value (the message names it), the writer is
+                closed, or the disk is full.
         """
         record = {**(line or {}), **fields}
         record.setdefault("wall_s", round(self.wall_s, 4))
@@ -113,7 +113,7 @@ class MetricsWriter:
                 raise RecordError(
                     f"{self.path} is closed; expected an open writer; make a new MetricsWriter."
                 )
-            self._file.write(data)
+            append(self._file, data, self.path)
         return ordered
 
     def close(self) -> None:

@@ -16,11 +16,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["PolicyFiles"]
+from safetensors import SafetensorError
+
+from divopd_gym.errors import DivOPDError
+
+__all__ = ["PolicyFiles", "PolicyWriteError"]
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "divopd-policies-"
 _YOUNG_S = 60.0
+
+
+class PolicyWriteError(DivOPDError, RuntimeError):
+    """Weights could not be handed to the explorer."""
 
 
 def _write(tensors: Iterable[tuple[str, Any]], folder: Path, version: int) -> Path:
@@ -115,9 +123,19 @@ class PolicyFiles:
         """The explorer decides for itself when it loads."""
 
     def send_weights(self, iterator: Iterable[tuple[str, Any]]) -> None:
-        """Write the file of the version that is being synced."""
+        """Write the file of the version that is being synced.
+
+        Raises:
+            PolicyWriteError: There is no room for it.
+        """
         version = self._version()
-        self._paths[version] = self._write(iterator, self.folder, version)
+        try:
+            self._paths[version] = self._write(iterator, self.folder, version)
+        except (OSError, SafetensorError) as error:
+            raise PolicyWriteError(
+                f"The weights of update {version} cannot be written to {self.folder} ({error}); expected room for "
+                f"{self.size_bytes / 1e6:.0f} MB there. Make room, then go on with --resume_from_checkpoint true."
+            ) from error
         self._sweep()
 
     def resume(self) -> None:

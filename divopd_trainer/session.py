@@ -23,7 +23,7 @@ from .collator import PackOptions, TurnCollator
 from .composer import BatchComposer
 from .config import DivOPDConfig
 from .config_files import save_config
-from .costs import CostMeter
+from .costs import TROUBLES, CostMeter
 from .explorer.messages import EvalDone, Evaluate, PoolStatus, SetPolicy
 from .metrics_log import read_metrics
 from .progress import make_progress
@@ -52,6 +52,7 @@ class RunSession:
     """
 
     explorer_line_every_s = 5.0
+    trouble_note_every_s = 30.0
 
     def __init__(
         self,
@@ -73,6 +74,8 @@ class RunSession:
         self._evaluations: dict[int, dict[str, Any]] = {}
         self._done_evaluations: set[int] = set()
         self._last_explorer_line = 0.0
+        self._troubles: dict[str, float] = {}
+        self._last_trouble_note = float("-inf")
         self._seen: dict[str, Any] = {"ready": None, "heartbeat": None, "failure": None}
         self._playing = False
         self._costs = CostMeter()
@@ -265,9 +268,22 @@ class RunSession:
     def _heartbeat(self, values: dict[str, float]) -> None:
         now = time.monotonic()
         self.progress.explorer(values)
+        if now - self._last_trouble_note >= self.trouble_note_every_s:
+            self._note_troubles(values, now)
         if now - self._last_explorer_line >= self.explorer_line_every_s:
             self._last_explorer_line = now
             self._write("explorer", self.update, self.update, {**values, "restarts": self.explorer.restarts})
+
+    def _note_troubles(self, values: dict[str, float], now: float) -> None:
+        """Say what servers did that the run put up with; whoever watches learns of it before it becomes too much."""
+        for name, meaning in TROUBLES.items():
+            total, before = values.get(name, 0), self._troubles.get(name, 0)
+            self._troubles[name] = total
+            # A restarted explorer counts anew.
+            more = total - before if total >= before else total
+            if more > 0:
+                self._last_trouble_note = now
+                self.progress.note(f"{more:.0f} {meaning}.")
 
     def _tell_pool(self, update: int, available: int, wanted: int, unread: int) -> None:
         if wanted:

@@ -371,15 +371,17 @@ class DivOPDTrainer(AsyncDistillationTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint under another name, add our own state, and rename it: it is whole or absent."""
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.session is not None:
-            partial = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-            checkpoints.save_side_state(partial, self.session.side_state())
-            if self.extrapolation is not None:
-                self.extrapolation.save(partial)
-            checkpoints.publish(partial, self.run_dir.checkpoints / partial.name)
-            checkpoints.rotate(self.run_dir.checkpoints, self.args.keep_checkpoints)
+        folder = Path(self._get_output_dir(trial))
+        with checkpoints.writing(folder):
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.session is not None:
+                partial = folder / f"checkpoint-{self.state.global_step}"
+                checkpoints.save_side_state(partial, self.session.side_state())
+                if self.extrapolation is not None:
+                    self.extrapolation.save(partial)
+                checkpoints.publish(partial, self.run_dir.checkpoints / partial.name)
+                checkpoints.rotate(self.run_dir.checkpoints, self.args.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from divopd_gym.errors import ConfigError, DivOPDError
 from divopd_gym.prompts import get_prompt
 
-from ..costs import engine_costs
+from ..costs import engine_costs, engine_troubles
 from ..registry import import_plugins
 from .channel import Channel, end_with_parent
 from .config import ExplorerConfig
@@ -319,6 +319,7 @@ class Explorer:
             pools = self._pools
             teachers = [self.engines.teacher, *(teacher for teacher, _ in self.engines.others.values())]
             counters = dict(self.counters.totals) | engine_costs(self.engines.student, teachers)
+            counters |= engine_troubles(self.engines.student, teachers)
             for pool in pools:
                 for name, value in pool.counters.items():
                     counters[f"env_{name}"] = counters.get(f"env_{name}", 0) + value
