@@ -1,6 +1,7 @@
 """`DivOPDConfig` from YAML files, mappings and command lines, and back.
 
-Settings are looked up in this order: command line, file, the method's preset, the default.
+Settings are looked up in this order: command line, a profile of the file, the file, the method's preset, the default.
+A file's ``profiles`` are sets of settings by name, such as those of another machine; ``--profile NAME`` takes one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from .config import DivOPDConfig
 # After .config, which silences TRL's notice.
 from trl import TrlParser  # isort: skip
 
-__all__ = ["config_from_mapping", "load_config", "parse_config", "save_config"]
+__all__ = ["PROFILES", "config_from_mapping", "load_config", "parse_config", "save_config", "take_option"]
+
+PROFILES = "profiles"
+"""The key of a file that is no setting."""
 
 
 def _check_keys(keys: Sequence[str], where: str) -> None:
@@ -54,35 +58,44 @@ def config_from_mapping(values: Mapping[str, Any], *, where: str = "the configur
     return _guard(lambda: DivOPDConfig(**_numbers(values)), where)
 
 
-def load_config(path: str | os.PathLike, overrides: Mapping[str, Any] | None = None) -> DivOPDConfig:
+def load_config(
+    path: str | os.PathLike, overrides: Mapping[str, Any] | None = None, profile: str | None = None
+) -> DivOPDConfig:
     """Read a YAML file, replace some of its values, and check it.
 
+    Args:
+        path: The file.
+        overrides: Settings that win over it.
+        profile: One of the file's own ``profiles``, whose settings win over the others in the file.
+
     Raises:
-        ConfigError: The file is missing or no mapping, or see `config_from_mapping`.
+        ConfigError: The file is missing or no mapping, it has no such profile, or see `config_from_mapping`.
     """
-    return config_from_mapping({**_read_yaml(path), **(overrides or {})}, where=str(path))
+    return config_from_mapping({**_read_settings(path, profile), **(overrides or {})}, where=str(path))
 
 
 def parse_config(argv: Sequence[str]) -> DivOPDConfig:
     """Command line in TRL's convention: ``--config file.yaml --name value ...``; the command line wins.
 
+    ``--profile NAME`` takes one of the file's ``profiles``.
+
     Raises:
         ConfigError: Unknown names or values that cannot work.
     """
-    argv = list(argv)
+    argv, profile = take_option(list(argv), "--profile")
     names = [a[2:].partition("=")[0] for a in argv if a.startswith("--") and len(a) > 2]
     fields = {f.name for f in dataclasses.fields(DivOPDConfig)}
     names = [n for n in names if not (n.startswith("no_") and n[3:] in fields)]
     _check_keys([n for n in names if n not in ("config", "help")], "the command line")
     settings: dict[str, Any] = {}
-    if "--config" in argv:
-        at = argv.index("--config")
-        if at + 1 >= len(argv):
-            raise ConfigError("--config has no value; expected the path of a YAML file after it.")
-        path = argv[at + 1]
-        settings = _read_yaml(path)
+    argv, path = take_option(argv, "--config")
+    if path is not None:
+        settings = _read_settings(path, profile)
         _check_keys(list(settings), path)
-        del argv[at : at + 2]
+    elif profile is not None:
+        raise ConfigError(
+            f"--profile {profile} is given without --config; profiles stand in a YAML file. Name it."
+        )
 
     def parse() -> DivOPDConfig:
         # The parser hands over every setting; only what was given may win over the method's preset.
@@ -104,6 +117,47 @@ def _guard(build: Any, where: str) -> DivOPDConfig:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"Bad value in {where}: {error}") from error
+
+
+def take_option(argv: list[str], name: str) -> tuple[list[str], str | None]:
+    """A command line without one of its options, and that option's value.
+
+    Args:
+        argv: The command line.
+        name: Such as ``--config``; ``--config=VALUE`` is understood too.
+
+    Raises:
+        ConfigError: The value is missing.
+    """
+    for at, argument in enumerate(argv):
+        if argument.startswith(f"{name}="):
+            return argv[:at] + argv[at + 1 :], argument.partition("=")[2]
+        if argument == name:
+            if at + 1 >= len(argv):
+                what = "the path of a YAML file" if name == "--config" else "a name"
+                raise ConfigError(f"{name} has no value; expected {what} after it.")
+            return argv[:at] + argv[at + 2 :], argv[at + 1]
+    return argv, None
+
+
+def _read_settings(path: str | os.PathLike, profile: str | None) -> dict[str, Any]:
+    """A file's settings, those of one of its profiles on top."""
+    values = _read_yaml(path)
+    profiles = values.pop(PROFILES, None) or {}
+    if not isinstance(profiles, dict) or not all(isinstance(one, dict) for one in profiles.values()):
+        raise ConfigError(
+            f"{PROFILES} in {path} is {profiles!r}; expected mappings of settings by name, e.g. one-gpu: {{lora_rank: 64}}."
+        )
+    for name, settings in profiles.items():
+        _check_keys(list(settings), f"profile {name!r} of {path}")
+    if profile is None:
+        return values
+    if profile not in profiles:
+        there = ", ".join(map(repr, profiles)) or "none"
+        raise ConfigError(
+            f"{path} has no profile {profile!r}; it has {there}. Choose one of these, or leave --profile out."
+        )
+    return {**values, **profiles[profile]}
 
 
 def _read_yaml(path: str | os.PathLike) -> dict[str, Any]:

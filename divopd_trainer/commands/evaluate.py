@@ -128,6 +128,7 @@ def _options(argv: Sequence[str]) -> dict[str, Any]:
     path = values["config"] or (values["run"] and Path(values["run"]) / "config.yaml")
     if path:
         source = read_yaml(path)
+        source.pop("profiles", None)  # of training
         known = {action.dest for action in parser._actions} - {"help", "config", "run"}
         if set(source) - known:
             from ..config import DivOPDConfig

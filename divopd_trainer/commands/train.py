@@ -9,15 +9,19 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from divopd_gym.errors import DivOPDError
+from divopd_gym.errors import ConfigError, DivOPDError
 
 __all__ = ["main", "settings_help"]
 
-_USAGE = """usage: divopd train [--config FILE.yaml] [--NAME VALUE ...]
+_USAGE = """usage: divopd train [--check [--strict] [--gpu_gb N]] [--config FILE.yaml [--profile NAME]] [--NAME VALUE ...]
 
 Distil a student from a frozen teacher, asynchronously: an explorer plays episodes and has them scored while the
 learner trains. Settings come from the YAML file; the command line wins. Ctrl-C ends the run with a checkpoint, and
 --resume_from_checkpoint true goes on from the last one. The report is written to the run directory at the end.
+
+--check resolves and checks the settings and prints estimates of tokens and memory; it starts nothing and needs no
+network. What this machine does not have is "not checked" (exit status 1 with --strict), what cannot work on GPUs of
+--gpu_gb (80) GB is a problem (exit status 1). --profile takes one of the sets of settings under `profiles` of the file.
 
 --help shows the settings of a run, --help_all also those inherited from TRL and transformers.
 """
@@ -45,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     if not argv or any(argument in ("-h", "--help", "--help_all") for argument in argv):
         print(settings_help(everything="--help_all" in argv))
         return 0
+    if "--check" in argv:
+        return _check(argv)
     from ..config_files import parse_config
     from ..running import run
 
@@ -61,6 +67,23 @@ def main(argv: Sequence[str]) -> int:
     print(f"{result.update} updates done; the student is in {result.final_model}")
     _report(config.run_dir)
     return 0
+
+
+def _check(argv: Sequence[str]) -> int:
+    from ..check import check
+    from ..config_files import parse_config, take_option
+
+    strict = "--strict" in argv
+    rest, gpu_gb = take_option([a for a in argv if a not in ("--check", "--strict")], "--gpu_gb")
+    try:
+        size = float(gpu_gb or 80.0)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise ConfigError(f"--gpu_gb is {gpu_gb!r}; expected the memory of a GPU in GB, such as 80.")
+    report = check(parse_config(rest), size)
+    print(report.text())
+    return int(bool(report.problems or (strict and report.unchecked)))
 
 
 def _report(run_dir: str) -> None:
