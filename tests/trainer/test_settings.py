@@ -134,3 +134,15 @@ def test_webshop_never_falls_back_to_a_made_up_catalogue(monkeypatch):
 def test_scienceworld_counts_its_tasks_without_data():
     text = check(load_config(path("scienceworld_qwen2.5_3b", "divopd"))).text()
     assert "2,294 tasks of split 'divopd_train'" in text and "1,308 tasks of split 'divopd_test'" in text
+
+
+def test_launching_a_profile_starts_its_servers_and_hands_the_profile_to_the_trainer(capsys):
+    from divopd_trainer.cli import main
+
+    file = str(path("alfworld_qwen3_4b", "divopd"))
+    assert main(["launch", file, "--profile", "one-gpu", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "--enable-lora" in shown and "--profile one-gpu" in shown and "eval-0" not in shown
+    assert main(["launch", file, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "# eval-0" in shown and "CUDA_VISIBLE_DEVICES=6,7" in shown and "--num_processes 2" in shown
