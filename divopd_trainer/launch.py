@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -259,7 +260,11 @@ class Launcher:
             self._hurry = self._asked_to_stop is not None
             self._asked_to_stop = self._asked_to_stop or signal.Signals(number).name
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []
+        # What nohup has switched off stays off.
+        numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
         old = {number: signal.signal(number, handler) for number in numbers}
         try:
             yield
