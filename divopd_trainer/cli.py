@@ -28,6 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "play": ("play", "play any environment in the terminal"),
     "expert": ("expert", "record an expert's episodes, off-path states included"),
     "sft": ("sft", "fine-tune a model on recorded episodes, or make a tiny one from scratch"),
+    "export": (
+        "export",
+        "recorded episodes as a Hugging Face data set, or as JSON lines for supervised training",
+    ),
     "replay": ("replay", "run any composer preset over the rollouts that a run recorded"),
     "audit": (
         "audit",

@@ -26,7 +26,7 @@ from divopd_trainer.chat import ChatCodec
 from divopd_trainer.expert import read_episodes
 from divopd_trainer.tiny import PHRASES, TinySpec, build_model, count_parameters, save_model, train_tokenizer
 
-__all__ = ["Sample", "encode_episode", "plan_batches", "train_sft", "transcript_texts"]
+__all__ = ["Sample", "encode_episode", "episode_messages", "plan_batches", "train_sft", "transcript_texts"]
 
 OBSERVED, TRAINED, SKIPPED = 0, 1, 2
 
@@ -88,6 +88,26 @@ def encode_episode(
             pieces += [_observed(opened), _reply(said, answer)]
         past.append((turn["observation"], turn["action"]))
     return samples if window is not None else [_join(pieces)]
+
+
+def episode_messages(prompt: Any, episode: Mapping[str, Any], history: str) -> list[list[dict[str, str]]]:
+    """The messages behind the sequences of `encode_episode`, for reading; the same prompts and replies."""
+    window = history_pairs(history)
+    past: list[tuple[str, str]] = []
+    dialogues: list[list[dict[str, str]]] = []
+    for number, turn in enumerate(episode["turns"]):
+        info = _info(episode, turn)
+        shown = past if window is None else past[-window:] if window else []
+        if window is not None or number == 0:
+            system = prompt.system(info)
+            dialogues.append([] if system is None else [{"role": "system", "content": system}])
+        said = turn["action"] if window is None else turn["expert"]
+        dialogues[-1] += [
+            {"role": "user", "content": prompt.user(number, turn["observation"], info, shown)},
+            {"role": "assistant", "content": prompt.reply(said)},
+        ]
+        past.append((turn["observation"], turn["action"]))
+    return dialogues
 
 
 def transcript_texts(prompt: Any, episodes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -167,7 +187,8 @@ def train_sft(
 
     Args:
         model: A folder or hub name, a model object, or the shape of a new one ("tiny:layers=4,width=256").
-        episodes: Recordings of `record_expert`, or records.
+        episodes: Recordings of `record_expert`, or records; or files ``*.jsonl`` of `divopd export`, which hold ids: then
+            prompts, `history` and `follow` are as exported.
         out: Folder for the model.
         tokenizer: An object, or a folder or hub name; None: the model's own (of a new model: one trained on the
             episodes).
@@ -203,13 +224,24 @@ def train_sft(
             "expected at least one update and token, and shares between 0 and 1."
         )
     begun = time.process_time()
-    records = _records(episodes, max_episodes)
+    exported = _exported(episodes)
+    records = [] if exported else _records(episodes, max_episodes)
     prompt = get_prompt(env_id, prompt_style, history)
     if tokenizer is None and _is_new(model):
+        if exported:
+            raise ConfigError(
+                f"{exported[0]} holds token ids, and {model!r} is a new model without a tokenizer; give --tokenizer, the "
+                "one that the episodes were exported with."
+            )
         tokenizer = train_tokenizer(transcript_texts(prompt, records), vocab_size, PHRASES.get(env_id, ()))
     tokenizer, model = _load(model, tokenizer, seed)
     codec = ChatCodec(tokenizer)
-    samples = [s for record in records for s in encode_episode(codec, prompt, record, history, follow)]
+    if exported:
+        from divopd_trainer.export import read_sft_samples
+
+        samples = read_sft_samples(exported, max_episodes, len(tokenizer))
+    else:
+        samples = [s for record in records for s in encode_episode(codec, prompt, record, history, follow)]
     fitting = [s for s in samples if len(s.token_ids) <= max_tokens and (s.kind == TRAINED).any()]
     if not fitting:
         raise ConfigError(
@@ -242,6 +274,18 @@ def _records(episodes: Any, limit: int | None) -> list[Mapping[str, Any]]:
     if isinstance(episodes, (str, Path)) or (episodes and isinstance(episodes[0], (str, Path))):
         return read_episodes(episodes, limit)
     return list(episodes)[:limit]
+
+
+def _exported(episodes: Any) -> list[Path]:
+    """The files, if they are lines of `divopd export`."""
+    given = [episodes] if isinstance(episodes, (str, Path)) else list(episodes)
+    paths = [Path(item) for item in given if isinstance(item, (str, Path))]
+    lines = [path for path in paths if path.suffix == ".jsonl"]
+    if lines and len(lines) < len(given):
+        raise ConfigError(
+            f"{lines[0]} holds token ids, and other episodes were given beside it; give files of one kind."
+        )
+    return lines
 
 
 def _is_new(model: Any) -> bool:
