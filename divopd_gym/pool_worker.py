@@ -27,7 +27,17 @@ import gymnasium
 
 from divopd_gym.errors import ConfigError, PoolError
 
-__all__ = ["HEADER", "EnvError", "decode", "encode", "run_worker"]
+__all__ = [
+    "HEADER",
+    "READY",
+    "EnvError",
+    "EnvServer",
+    "decode",
+    "encode",
+    "error_answer",
+    "make_env",
+    "run_worker",
+]
 
 # Length of the body, request number, whether the body is an answer (else an error).
 HEADER = struct.Struct(">QQ?")
@@ -83,41 +93,55 @@ def run_worker(
     # A parent that gave up on this worker, or was killed, is no error of the worker's.
     with sock, contextlib.suppress(ConnectionError):
         try:
-            env = _make(env_id, env_kwargs)
+            env = make_env(env_id, env_kwargs)
         except Exception as error:
-            sock.sendall(_error(READY, error, f"building {env_id}", None))
+            sock.sendall(error_answer(READY, error, f"building {env_id}", None))
             return
         sock.sendall(encode(READY, True, os.getpid()))
-        _Server(env, env_id, sock).serve()
+        EnvServer(env, env_id).serve(sock)
 
 
-class _Server:
-    def __init__(self, env: gymnasium.Env, env_id: Any, sock: socket.socket) -> None:
-        self.env, self.env_id, self.sock = env, env_id, sock
+class EnvServer:
+    """Does what is asked of one environment; answers and errors alike become bytes.
+
+    Args:
+        env: The environment.
+        env_id: How messages call it.
+    """
+
+    def __init__(self, env: gymnasium.Env, env_id: Any) -> None:
+        self.env, self.env_id = env, env_id
         self.task: str | None = None
         self.calls: dict[str, Callable[..., Any]] = {
             "reset": self.reset,
             "step": self.step,
             "expert_act": self.expert_act,
             "call": self.call,
+            "close": self.close,
         }
         self._forget()
 
-    def serve(self) -> None:
+    def serve(self, sock: socket.socket) -> None:
         """Answer requests in order until told to close."""
-        while (message := self._receive()) is not None:
+        while (message := _receive(sock)) is not None:
             request, (name, args) = message
+            sock.sendall(self.answer(request, name, args))
             if name == "close":
-                self.env.close()
-                self.sock.sendall(encode(request, True, None))
                 return
-            try:
-                answer = encode(request, True, self.calls[name](*args))
-            except Exception as error:
-                answer = _error(request, error, f"{self.env_id}, in {name}()", self.task)
-            self.sock.sendall(answer)
+
+    def answer(self, request: int, name: str, args: tuple) -> bytes:
+        """One request's answer; see `encode` and `error_answer`."""
+        try:
+            return encode(request, True, self.calls[name](*args))
+        except Exception as error:
+            return error_answer(request, error, f"{self.env_id}, in {name}()", self.task)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
 
     def reset(self, task: str | None, seed: int | None) -> tuple[str, dict]:
+        """Begin an episode."""
         self.task = task
         self._forget()
         self.first = self.env.reset(seed=seed, options=None if task is None else {"task": task})
@@ -125,11 +149,13 @@ class _Server:
         return self.first
 
     def step(self, action: str) -> tuple:
+        """Play one turn."""
         outcome = self.env.step(action)
         self.played.append((action, outcome[0], outcome[4]))
         return outcome
 
     def expert_act(self) -> str:
+        """What the environment's expert would do now."""
         # The expert is built only when asked for, and then told what has been played so far.
         if self.expert is None:
             build = getattr(self.env.unwrapped, "expert", None)
@@ -147,6 +173,7 @@ class _Server:
         return self.expert.act()
 
     def call(self, name: str, *args: Any) -> Any:
+        """What a method returns, or an attribute's value."""
         value = self.env.get_wrapper_attr(name)
         return value(*args) if callable(value) else value
 
@@ -156,29 +183,32 @@ class _Server:
         self.expert: Any = None
         self.told = 0
 
-    def _receive(self) -> tuple[int, tuple[str, tuple]] | None:
-        head = self._exactly(HEADER.size)
-        if head is None:
+
+def _receive(sock: socket.socket) -> tuple[int, tuple[str, tuple]] | None:
+    head = _exactly(sock, HEADER.size)
+    if head is None:
+        return None
+    length, request, _ = HEADER.unpack(head)
+    body = _exactly(sock, length)
+    return None if body is None else (request, decode(body))
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes | None:
+    parts, missing = [], size
+    while missing:
+        try:
+            part = sock.recv(missing)
+        except ConnectionError:
             return None
-        length, request, _ = HEADER.unpack(head)
-        body = self._exactly(length)
-        return None if body is None else (request, decode(body))
-
-    def _exactly(self, size: int) -> bytes | None:
-        parts, missing = [], size
-        while missing:
-            try:
-                part = self.sock.recv(missing)
-            except ConnectionError:
-                return None
-            if not part:
-                return None
-            parts.append(part)
-            missing -= len(part)
-        return b"".join(parts)
+        if not part:
+            return None
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
 
 
-def _make(env_id: Any, env_kwargs: dict[str, Any]) -> gymnasium.Env:
+def make_env(env_id: Any, env_kwargs: dict[str, Any]) -> gymnasium.Env:
+    """The environment of a Gymnasium id, or of a function that builds it."""
     if callable(env_id):
         return env_id(**env_kwargs)
     if env_id.startswith("divopd_gym/"):
@@ -187,7 +217,8 @@ def _make(env_id: Any, env_kwargs: dict[str, Any]) -> gymnasium.Env:
     return gymnasium.make(env_id, disable_env_checker=True, **env_kwargs)
 
 
-def _error(request: int, error: Exception, where: str, task: str | None) -> bytes:
+def error_answer(request: int, error: Exception, where: str, task: str | None) -> bytes:
+    """An exception as a message: an `EnvError`, and the exception itself if it can be sent."""
     name = type(error).__name__
     about = f" (task {task!r})" if task is not None else ""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
