@@ -24,7 +24,7 @@ from divopd_gym.errors import ConfigError, PoolError, WorkerDied
 from divopd_gym.pool import EnvPool
 from divopd_gym.ray_worker import EnvActor, NoRoom, RayWorker
 
-__all__ = ["RayEnvPool"]
+__all__ = ["RayEnvPool", "import_ray"]
 
 _CLOSE_GRACE_S = 2.0
 # Workers that die together mostly had one cause: the node.
@@ -70,7 +70,7 @@ class RayEnvPool(EnvPool):
                 f"cpus is {cpus}, room_timeout_s {room_timeout_s}, watch_s {watch_s}; expected at least 0, and seconds "
                 "above 0."
             )
-        _import_ray()
+        import_ray()
         self.address = address or os.environ.get("RAY_ADDRESS") or "local"
         self.cpus, self.resources = cpus, dict(resources or {})
         self.room_timeout_s, self.watch_s = room_timeout_s, watch_s
@@ -200,7 +200,7 @@ _ours = False
 def _connect(address: str) -> None:
     """Join the cluster, or start one; pools of one process share the connection."""
     global _users, _ours
-    ray = _import_ray()
+    ray = import_ray()
     if not ray.is_initialized():
         options: dict[str, Any] = {"address": address, "log_to_driver": False}
         if address == "local":
@@ -226,10 +226,15 @@ def _disconnect() -> None:
     _users -= 1
     if _users == 0 and _ours:
         _ours = False
-        _import_ray().shutdown()
+        import_ray().shutdown()
 
 
-def _import_ray() -> Any:
+def import_ray() -> Any:
+    """The module, without its reports of use.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray

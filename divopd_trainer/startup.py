@@ -77,6 +77,10 @@ def check_run(config: DivOPDConfig) -> Findings:
     run_dir = RunDir(config.run_dir)
     run_dir.check(resume=bool(config.resume_from_checkpoint))
     split_config(explorer_config(config), config.explorers)
+    if config.pool == "ray":
+        from divopd_gym.ray_pool import import_ray
+
+        import_ray()
     codec = check_models(config, findings)
     if config.engine == "vllm":
         findings.notes += check_vllm(config)
