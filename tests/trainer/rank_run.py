@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -16,6 +17,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 def whole(tensor):
     """A parameter or gradient in one piece, wherever its shards lie."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+class StopAfter(TrainerCallback):
+    """Ends a run after so many updates, as if it had been interrupted."""
+
+    def __init__(self, update):
+        self.update = update
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.update
 
 
 def shard_on_a_cpu():
@@ -28,6 +39,8 @@ def shard_on_a_cpu():
     def init(self, *args, fsdp_plugin=None, **kwargs):
         made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
@@ -37,6 +50,7 @@ def shard_on_a_cpu():
 def run(student, folder, changes):
     """Train with a fake explorer; saves gradients before clipping, weights after each update, and policy files."""
     from learner_fakes import FakeExplorer, config, random_rollout
+    from peft import LoraConfig
     from safetensors.torch import load_file
 
     from divopd_trainer.trainer import DivOPDTrainer
@@ -46,7 +60,9 @@ def run(student, folder, changes):
 
     class Capture(DivOPDTrainer):
         def _clip_grad_norm(self, model):
-            gradients.append(torch.cat([whole(p.grad).flatten() for p in model.parameters()]))
+            gradients.append(
+                torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.requires_grad])
+            )
             return super()._clip_grad_norm(model)
 
         def _sync_weight(self):
@@ -55,9 +71,13 @@ def run(student, folder, changes):
                 policies.append(load_file(self.policy_files.path(self.model_version)))
 
     settings = {"batch_rows": 8, "cap": 3, "updates": 5, "max_microbatch_tokens": 24, "keep_checkpoints": 1}
+    rank, stop_after = changes.pop("lora_rank", None), changes.pop("stop_after", None)
+    adapter = rank and LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
     trainer = Capture(
         config(folder, student, **{**settings, **changes}),
+        peft_config=adapter,
         explorer=lambda state, path: FakeExplorer(random_rollout, state=state, ahead=4),
+        callbacks=[StopAfter(stop_after)],
     )
     trainer.train()
     weights = {
