@@ -250,3 +250,24 @@ def test_more_explorers_than_tasks_end_with_the_cause():
         fleet.start()
     assert not [m.pid for m in fleet.members if m.pid and alive(m.pid)]
     assert isinstance(fleet.rollout_buffer, RolloutBuffer)
+
+
+def test_one_explorer_resumed_with_more_environment_workers_plays_every_task_once():
+    slow = {"student": {"delay_s": 0.02}}
+    first = make_explorer(config(epochs=1, engine_kwargs=slow))
+    again = None
+    try:
+        first.start()
+        kept = collect(first, [], 6)
+        state = first.state()
+        kept = [r for r in kept + first.rollout_buffer.drain() if r.rollout_id < state.next_rollout_id]
+        first.stop(5.0)
+        again = make_explorer(config(epochs=1, workers=5, max_concurrent=5), state=state.to_dict())
+        again.start()
+        rest = collect(again, [], 20 - len(kept))
+        assert [r.rollout_id for r in kept + rest] == list(range(20))
+        assert len({r.task for r in kept + rest}) == 20
+    finally:
+        for explorer in (first, again):
+            if explorer is not None:
+                explorer.stop(5.0)
