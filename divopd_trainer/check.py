@@ -205,6 +205,7 @@ def _tokens(config: Any, assume: Assumptions, report: Report) -> None:
         line("the teacher reads (each episode once)", one.teacher),
         line("the learner forwards, one row a turn", one.rows),
         line("the learner forwards, as packed here", one.learner),
+        *([] if one.least == one.learner else [line("  or, if few rollouts fill a batch", one.least)]),
         f"{'the learner forwards':<46} at most {_count(one.most):>6} an update",
     ]
     if episodes and runs:

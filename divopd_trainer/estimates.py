@@ -53,7 +53,8 @@ class TokenEstimate:
         explored: Tokens that the student writes.
         teacher: Tokens that the teacher reads when each episode is scored once.
         rows: Tokens that the learner forwards with one row a turn.
-        learner: Tokens that the learner forwards with the run's packing.
+        learner: Tokens that the learner forwards with the run's packing if every rollout gives k turns.
+        least: The same if it is given whole rollouts, as few as fill the batch.
         most: The most that the learner can forward.
     """
 
@@ -64,6 +65,7 @@ class TokenEstimate:
     teacher: float
     rows: float
     learner: float
+    least: float
     most: int
 
 
@@ -86,12 +88,13 @@ def estimate_tokens(config: Any, assume: Assumptions | None = None) -> TokenEsti
     context = min(context, float(config.max_model_len))
     mean_row = context / 2 if grows else context
     rows = config.batch_rows * mean_row
-    learner = rows
+    learner = least = rows
     if config.merge_packing and grows:
+        least = min(rows, config.batch_rows / turns * context)
         a_rollout = min(_rows_a_rollout(config, turns), turns)
         # The deepest of n turns drawn from an episode lies at n / (n + 1) of it; a whole episode ends at its end.
         reach = 1.0 if a_rollout >= turns else a_rollout / (a_rollout + 1)
-        learner = min(rows, config.batch_rows / a_rollout * context * reach)
+        learner = min(rows, max(least, config.batch_rows / a_rollout * context * reach))
     return TokenEstimate(
         turns=turns,
         rollouts=rollouts,
@@ -100,6 +103,7 @@ def estimate_tokens(config: Any, assume: Assumptions | None = None) -> TokenEsti
         teacher=rollouts * (context if grows else turns * context),
         rows=rows,
         learner=learner,
+        least=least,
         most=config.batch_rows * config.max_model_len,
     )
 
