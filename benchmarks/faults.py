@@ -178,11 +178,9 @@ def learner(run, row):
     begun = time.monotonic()
     row.left = run.survivors()
     ended = time.monotonic() - begun
+    before = _tasks(run)
     row.seconds = run.start()
-    run.until(
-        lambda: before <= {(r.task, r.attempt) for r in run.rollouts().values()},
-        "every task that was recorded",
-    )
+    run.until(lambda: before <= _tasks(run), "every task that was recorded before")
     row.happened = (
         f"explorer and workers are gone {ended:.1f} s later; resumed from the last checkpoint, turns after it are "
         "played again"

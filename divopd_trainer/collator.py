@@ -334,6 +334,7 @@ class TurnCollator:
             "top1_share": top1_share(tokens) if tokens else 0.0,
             "turns_per_rollout": len(rows) / max(len(trained), 1),
             "dropped_stale": batch.dropped_stale,
+            "passed_over": batch.passed_over,
             "gated": batch.gated,
             "expired": batch.expired,
             "pool": batch.pool,

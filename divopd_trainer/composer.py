@@ -78,6 +78,7 @@ class Batch:
         selected: The batch's rows, in the order they were chosen.
         pending: Turns kept for later updates, in the order they were read.
         dropped_stale: Turns dropped by this call because their version is too old.
+        passed_over: Those of them that earlier calls could have chosen and did not.
         gated: Turns that this call discarded as not valid.
         expired: Valid turns that this call discarded because they waited too long.
         pool: Turns that could be chosen from.
@@ -88,6 +89,7 @@ class Batch:
     selected: list[Any] = field(default_factory=list)
     pending: list[Any] = field(default_factory=list)
     dropped_stale: int = 0
+    passed_over: int = 0
     gated: int = 0
     expired: int = 0
     pool: int = 0
@@ -285,6 +287,7 @@ class BatchComposer:
         for entry in self._pending:
             if entry[1].policy_version < oldest:
                 batch.dropped_stale += 1
+                batch.passed_over += 1
                 self._drop(entry[1], "stale")
             else:
                 pool.append(entry)

@@ -8,7 +8,8 @@ vary, and what does not fit is thrown away; so a margin is left, of `margin` sta
 known. A learner that waits for the rest gets it from the newest weights, with an update more to live.
 
 Whatever that says, an episode is begun when the learner waits and what is in flight cannot fill its batch. So
-nothing can deadlock, at any staleness and batch size.
+nothing can deadlock, at any staleness and batch size. While newer weights are being loaded, such an episode is begun
+only if the batch is expected to take all of it: what is left of the last one goes stale unless it is of the new ones.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Pacer:
             )
         self.batch_rows, self.max_staleness = batch_rows, max(1, max_staleness)
         self.load, self.max_concurrent = load, max_concurrent
-        self.version = version
+        self.version = self._announced = version
         self.composed = version
         self.expected_turns = float(expected_turns)
         self._variance = (expected_turns / 2.0) ** 2
@@ -128,6 +129,10 @@ class Pacer:
         self.composed = max(self.composed, composed)
         self._with_learner, self._received, self._wanted = available, received, wanted
 
+    def announce(self, version: int) -> None:
+        """These weights are going to be loaded."""
+        self._announced = max(self._announced, version)
+
     def policy(self, version: int) -> None:
         """These weights are loaded now."""
         self.version = version
@@ -167,8 +172,20 @@ class Pacer:
         return self.composed + 1 - self.max_staleness
 
     @property
+    def too_late(self) -> bool:
+        """Whether newer weights are on their way and a turn written before they are here can never train."""
+        return self.loading and self.version < self.oldest_usable
+
+    @property
+    def loading(self) -> bool:
+        """Whether newer weights than the loaded ones were announced."""
+        return self._announced > self.version
+
+    @property
     def hungry(self) -> bool:
         """Whether the learner waits and nothing under way fills its batch."""
+        if self.loading:
+            return self.outstanding + max(1.0, self.expected_turns) <= self._wanted
         # With nothing in flight it waits in vain even if the counts say otherwise.
         return self._wanted > 0 and (self.outstanding < self._wanted or not self._flights)
 

@@ -45,6 +45,22 @@ class _Handle:
         return await self._handle.call(name)
 
 
+class _Student:
+    """A `StudentEngine` that writes no turn which can never train, if it only has to wait for newer weights."""
+
+    def __init__(self, student: Any, explorer: Any) -> None:
+        self._student, self._explorer = student, explorer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._student, name)
+
+    async def generate(self, request: Any) -> Any:
+        explorer = self._explorer
+        if explorer.pacer.too_late:
+            await within(explorer.config.load_timeout_s, explorer.loaded.wait())
+        return await self._student.generate(request)
+
+
 class TrainingEpisodes:
     """Plays the schedule's tickets for an explorer.
 
@@ -144,7 +160,7 @@ class TrainingEpisodes:
                 task=ticket.task,
                 attempt=ticket.attempt,
                 env=_Handle(handle, lambda: self.explorer.pacer.played(key)),
-                student=engines.student,
+                student=_Student(engines.student, self.explorer),
                 teacher=teacher,
                 codec=engines.codec,
                 prompt=self.explorer.prompt,

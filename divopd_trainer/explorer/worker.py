@@ -125,6 +125,7 @@ class Explorer:
         self.evaluations: Evaluations | None = None
         self._policy = policy
         self._policy_event = asyncio.Event()
+        self.loaded = asyncio.Event()
         self.wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._broken: asyncio.Future[None] | None = None
@@ -255,6 +256,8 @@ class Explorer:
         elif isinstance(message, SetPolicy):
             self.update = message.update
             self._policy = message
+            self.pacer.announce(message.version)
+            self.loaded.clear()
             self._policy_event.set()
         elif isinstance(message, PoolStatus):
             self.pacer.pool(
@@ -302,6 +305,8 @@ class Explorer:
                 f"{self.config.load_timeout_s:.0f} s): {type(error).__name__}: {error}"
             ) from error
         self.pacer.policy(asked.version)
+        if not self.pacer.loading:
+            self.loaded.set()
         self.training.gate.pump()
         self.counters.add("policy_loads")
         self.channel.send(PolicyLoaded(asked.version))
