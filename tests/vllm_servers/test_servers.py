@@ -171,7 +171,7 @@ def test_100_scorings_at_once_are_those_of_the_model(adapter_run, codec):
 
 def test_scoring_a_segment_once_equals_scoring_each_turn_for_an_eighth_of_the_tokens(adapter_run, codec):
     rng = np.random.default_rng(2)
-    rollouts = [rollout(codec, rng, turns=30, words=2) for _ in range(30)]
+    rollouts = [rollout(codec, rng, turns=30, words=1) for _ in range(30)]
     assert max(len(ids) for ids, _ in rollouts) <= 1000
 
     async def at_once(teacher):
