@@ -20,15 +20,17 @@ from typing import Any
 
 import gymnasium
 
-from divopd_gym.errors import ConfigError, PoolError, WorkerDied
+from divopd_gym.errors import ConfigError, PoolError
 from divopd_gym.pool import EnvPool
 from divopd_gym.ray_worker import EnvActor, NoRoom, RayWorker
 
 __all__ = ["RayEnvPool", "import_ray"]
 
 _CLOSE_GRACE_S = 2.0
-# Workers that die together mostly had one cause: the node.
+# What fails together mostly has one cause, a lost node, and counts as one failure. Until Ray knows that the node is lost
+# it also places new actors there.
 _ONE_CAUSE_S = 5.0
+_AGAIN_S = 0.5
 
 
 class RayEnvPool(EnvPool):
@@ -76,7 +78,7 @@ class RayEnvPool(EnvPool):
         self.room_timeout_s, self.watch_s = room_timeout_s, watch_s
         self._connected = False
         self._actors: Any = None
-        self._failed_at: dict[str, float] = {}
+        self._failed_at = float("-inf")
 
     async def start(self) -> None:
         """Connect to the cluster and have every environment built.
@@ -147,16 +149,12 @@ class RayEnvPool(EnvPool):
                 )
                 self._fail_waiting(self._broken)
             return
+        if time.monotonic() - self._failed_at < _ONE_CAUSE_S:
+            self.counters["restarts"] += 1
+            self._background(self._replace(_AGAIN_S))
+            return
+        self._failed_at = time.monotonic()
         super()._after_failure(error)
-
-    def _on_death(self, worker: Any, error: WorkerDied) -> None:
-        now, last = time.monotonic(), self._failed_at.get(worker.node)
-        self._failed_at[worker.node] = now
-        before = self._failures
-        super()._on_death(worker, error)
-        if last is not None and now - last < _ONE_CAUSE_S:
-            # The node took them all; that is no reason to give up sooner the more were on it.
-            self._failures = min(before, self._failures)
 
     async def _watch(self) -> None:
         """Look after the idle: nobody else would notice that their node is gone."""
