@@ -1,6 +1,7 @@
 # Two commands matter: `make demo` (install, distil a tiny student, show what happened) and `make test`.
 PYTHON ?= python3
 VENV   ?= .venv
+DOCS   ?= .venv-docs
 BIN    := $(VENV)/bin
 VLLM   ?= .venv-vllm
 VLLM_VERSION := 0.31.0
@@ -11,7 +12,7 @@ CONSTRAINTS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constrai
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test test-unit test-env test-e2e test-leaks test-slow setup-vllm test-vllm check format bench clean
+.PHONY: help setup demo test test-unit test-env test-e2e test-leaks test-slow setup-vllm test-vllm check format docs bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -69,6 +70,15 @@ check: setup  ## Lint and format check
 format: setup  ## Mend what the linter can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site needs neither torch nor a game engine: it reads docstrings from the source.
+$(DOCS)/.installed: pyproject.toml
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)/.installed  ## Build the documentation site into site/; any warning is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 
 bench: setup  ## Run the benchmarks; JSON on stdout
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
