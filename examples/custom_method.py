@@ -46,7 +46,9 @@ class SuccessDepth:
         self.needed = state["needed"]
 
 
-register_method("success-depth", {"about": "DivOPD, cut at the depth of success.", "horizon": "success-depth"})
+register_method(
+    "success-depth", {"about": "DivOPD, cut at the depth of success.", "horizon": "success-depth"}
+)
 
 if __name__ == "__main__":
     from divopd_trainer.cli import main

@@ -55,8 +55,18 @@ def trainer(code):
     return Part("trainer", python(code))
 
 
+_older = set()
+
+
+@pytest.fixture(autouse=True)
+def older_children():
+    """Fork servers and the like that earlier tests left to this process are no offspring of a launch."""
+    _older.clear()
+    _older.update(psutil.Process().children(recursive=True))
+
+
 def offspring():
-    return psutil.Process().children(recursive=True)
+    return [p for p in psutil.Process().children(recursive=True) if p not in _older]
 
 
 def until(condition):
