@@ -255,7 +255,8 @@ class FaultRun:
             for turn in rollout.turns:
                 seed = request_seed(SEED, rollout.task, rollout.attempt, turn.index)
                 known.add(seed)
-                if turn.trainable and not turn.valid and "unscored" not in turn.info:
+                # Without a score at all it was too old to be scored, which is pacing's affair.
+                if turn.trainable and not turn.valid and turn.why_not != "no_teacher_scores":
                     unscored.add(seed)
         times: dict[int, list[float]] = {}
         for answer in self.servers["student"].answers():

@@ -201,9 +201,12 @@ def full_disk(run, row):
     row.message = _last(run)
     _expect(row, code not in (0, None), f"exit status {code}")
     ballast.unlink()
+    before = _tasks(run)
     row.happened = (
-        f"the run ends with status {code} and says so; with room again it is resumed: {run.start():.0f} s"
+        f"the run ends with status {code}; there is no room for a checkpoint; with room again it is resumed from the "
+        f"last one ({run.start():.0f} s to an update), turns after it are played again"
     )
+    run.until(lambda: before <= _tasks(run), "every task that was recorded before")
 
 
 def _expect(row, condition, otherwise):
@@ -297,7 +300,7 @@ def table(rows):
         message = re.sub(r"\[\d\d:\d\d\] ", "", message)
         wrong = f" **{'; '.join(row.wrong)}**" if row.wrong else ""
         lines.append(
-            f"| {row.what} | {row.happened}{wrong} | {seconds} | {row.lost} | {left} | {message[:400]} |"
+            f"| {row.what} | {row.happened}{wrong} | {seconds} | {row.lost} | {left} | {message[:520]} |"
         )
     return "\n".join(lines) + "\n"
 

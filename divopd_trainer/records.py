@@ -455,7 +455,10 @@ def read_run(run_dir: str | Path) -> Run:
         )
     run = Run(path, {}, [], [], {})
     if (path / CONFIG_FILE).exists():
-        run.config = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
+        try:
+            run.config = yaml.safe_load((path / CONFIG_FILE).read_text("utf-8")) or {}
+        except yaml.YAMLError as error:
+            run._notice(f"{path / CONFIG_FILE} cannot be read and is left out: {str(error).splitlines()[0]}")
     run.metrics = read_metrics(path, on_notice=run._notice)
     run.batches, run.settings = read_batches(path, run._notice)
     return run

@@ -283,7 +283,7 @@ class RunSession:
             more = total - before if total >= before else total
             if more > 0:
                 self._last_trouble_note = now
-                self.progress.note(f"{more:.0f} {meaning}.")
+                self.progress.note(f"{meaning[0].upper()}{meaning[1:]}: {more:.0f}.")
 
     def _tell_pool(self, update: int, available: int, wanted: int, unread: int) -> None:
         if wanted:

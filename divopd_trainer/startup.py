@@ -155,7 +155,8 @@ def _read(name: str, path: str, kind: Any) -> Any:
             f"{name} is {path!r}, which is no directory; expected one that save_pretrained wrote. Check the path."
         )
     try:
-        return kind.from_pretrained(path)
+        # Said, not left to the default, which would ask at a terminal.
+        return kind.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         what = "tokenizer" if "Tokenizer" in kind.__name__ else "configuration"
         raise ConfigError(

@@ -369,6 +369,11 @@ class DivOPDTrainer(AsyncDistillationTrainer):
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.run_dir.checkpoints / f".partial-{self.state.global_step}")
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        # A pickle with every setting, tokens included; nothing reads it, and config.yaml holds what is needed.
+        Path(output_dir or self.args.output_dir, "training_args.bin").unlink(missing_ok=True)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write a checkpoint under another name, add our own state, and rename it: it is whole or absent."""
         folder = Path(self._get_output_dir(trial))
