@@ -33,6 +33,8 @@ from divopd_trainer.explorer.deadline import within
 __all__ = ["VLLMStudent"]
 
 _PATH = "/v1/completions"
+# Restarts of its server that one request outlives.
+_MOST_LIVES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,11 +165,12 @@ class VLLMStudent:
     async def _ask(
         self, body: Any, key: Hashable | None, used: list[tuple[Replica, int]]
     ) -> tuple[Any, Replica]:
-        for last in (False, True):
+        for attempt in range(_MOST_LIVES):
             try:
                 return await self.replicas.ask(_PATH, body, refuse_unfinished, key=key)
             except ServerRefusal as error:
                 # A restarted server knows no adapter; it is given it again.
+                last = attempt == _MOST_LIVES - 1
                 if error.status != 404 or not self._adapters or last or not used:
                     raise
                 replica = used[-1][0]
