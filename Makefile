@@ -77,8 +77,9 @@ $(DOCS)/.installed: pyproject.toml
 	$(DOCS)/bin/python -m pip install --quiet -e '.[docs]'
 	@touch $@
 
+# Not --quiet: that also keeps --strict from seeing warnings.
 docs: $(DOCS)/.installed  ## Build the documentation site into site/; any warning is an error
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 bench: setup  ## Run the benchmarks; JSON on stdout
 	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -189,6 +189,7 @@ def test_an_experts_recording_gets_the_ids_that_sft_would_train_on(tmp_path, his
     assert [m["role"] for m in rows[0]["messages"][:2]] == ["user", "assistant"]
 
 
+@pytest.mark.e2e
 def test_trls_sft_trainer_takes_the_lines_as_they_are(tmp_path):
     from trl import SFTConfig, SFTTrainer
 
