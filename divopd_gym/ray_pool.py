@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
 import secrets
@@ -200,7 +201,7 @@ def _connect(address: str) -> None:
     global _users, _ours
     ray = import_ray()
     if not ray.is_initialized():
-        options: dict[str, Any] = {"address": address, "log_to_driver": False}
+        options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.ERROR}
         if address == "local":
             if not (os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
                 # Otherwise Ray writes one into the user's home. Nobody else may send it anything to unpickle.
