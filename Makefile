@@ -12,7 +12,7 @@ CONSTRAINTS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constrai
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo test test-unit test-env test-e2e test-leaks test-slow setup-vllm test-vllm check format docs bench clean
+.PHONY: help setup demo test test-unit test-env test-e2e test-leaks test-slow setup-vllm test-vllm test-ray check format docs bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,10 @@ setup-vllm: $(VLLM)/.installed  ## Create .venv-vllm with vLLM for CPUs
 
 test-vllm: setup setup-vllm  ## Two real vLLM servers on a CPU: weight sync, scoring, restart (at most 12 minutes)
 	DIVOPD_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/vllm_servers -m vllm
+
+test-ray: setup  ## A Ray cluster of two nodes on this machine; installs Ray
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[ray]'
+	$(BIN)/python -m pytest -m ray
 
 check: setup  ## Lint and format check
 	$(BIN)/ruff check .
