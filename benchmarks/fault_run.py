@@ -130,8 +130,7 @@ class FaultRun:
             )  # fmt: skip
         self._mark = 0
         self.until(lambda: self.trains(bool(more)), "an update")
-        opened = [Path(file.path).parent for file in psutil.Process(self.process.pid).open_files()]
-        self.held |= {path for path in opened if path.name.startswith("divopd-policies-")}
+        self.held |= self.holds()
         return time.monotonic() - begun
 
     def trains(self, again):
@@ -225,7 +224,14 @@ class FaultRun:
 
     def files_left(self):
         """Weights in memory that its learners held and that outlived them."""
-        return [str(path) for path in self.held if path.exists()]
+        return [str(path) for path in self.held - self.holds() if path.exists()]
+
+    def holds(self):
+        """Folders of weights that the living learner has open."""
+        if self.process.poll() is not None:
+            return set()
+        opened = [Path(file.path).parent for file in psutil.Process(self.process.pid).open_files()]
+        return {path for path in opened if path.name.startswith("divopd-policies-")}
 
     # --- what is recorded --------------------------------------------------------------------------------------
 

@@ -180,6 +180,7 @@ def learner(run, row):
     ended = time.monotonic() - begun
     before = _tasks(run)
     row.seconds = run.start()
+    row.left += run.files_left()
     run.until(lambda: before <= _tasks(run), "every task that was recorded before")
     row.happened = (
         f"explorer and workers are gone {ended:.1f} s later; resumed from the last checkpoint, turns after it are "
@@ -198,7 +199,7 @@ def full_disk(run, row):
     row.seconds = run.ended()
     row.left = run.survivors() + run.files_left()
     code = run.process.returncode
-    row.message = _last(run)
+    row.message = "divopd train cannot" + _last(run).partition("divopd train cannot")[2]
     _expect(row, code not in (0, None), f"exit status {code}")
     ballast.unlink()
     before = _tasks(run)

@@ -24,7 +24,7 @@ __all__ = ["PolicyFiles", "PolicyWriteError"]
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "divopd-policies-"
-_YOUNG_S = 60.0
+_YOUNG_S = 10.0
 
 
 class PolicyWriteError(DivOPDError, RuntimeError):
