@@ -254,25 +254,26 @@ class FaultRun:
             if r.turns
         )
 
+    def dead_turns(self):
+        """Recorded turns without the score that they should have."""
+        # Without a score at all a turn was too old to be scored, which is pacing's affair.
+        return sum(
+            turn.trainable and not turn.valid and turn.why_not != "no_teacher_scores"
+            for rollout in self.rollouts().values()
+            for turn in rollout.turns
+        )
+
     def lost_turns(self):
-        """Times at which turns were written that are not recorded, or recorded without the score they should have."""
-        known, unscored = set(), set()
-        for rollout in self.rollouts().values():
-            for turn in rollout.turns:
-                seed = request_seed(SEED, rollout.task, rollout.attempt, turn.index)
-                known.add(seed)
-                # Without a score at all it was too old to be scored, which is pacing's affair.
-                if turn.trainable and not turn.valid and turn.why_not != "no_teacher_scores":
-                    unscored.add(seed)
+        """Times at which turns were written that are not recorded."""
+        known = {
+            request_seed(SEED, rollout.task, rollout.attempt, turn.index)
+            for rollout in self.rollouts().values()
+            for turn in rollout.turns
+        }
         times: dict[int, list[float]] = {}
         for answer in self.servers["student"].answers():
             times.setdefault(answer["seed"], []).append(answer["t"])
-        lost = []
-        for seed, when in times.items():
-            lost += sorted(when)[: len(when) - (seed in known)]
-            if seed in unscored:
-                lost.append(max(when))
-        return lost
+        return [t for seed, when in times.items() for t in sorted(when)[: len(when) - (seed in known)]]
 
     def end(self):
         if self.process is not None and self.process.poll() is None:

@@ -41,7 +41,7 @@ class Row:
     happened: str = ""
     left: list = field(default_factory=list)
     message: str = ""
-    until: float = 0.0
+    begun: float = 0.0
     lost: int = 0
     wrong: list = field(default_factory=list)
 
@@ -240,7 +240,8 @@ def produce(run, name):
     run.until(lambda: len(run.workers()) == 4, "four environment workers")
     run.said()
     counters = run.counters()
-    before, trained = snapshot(run), run.trained()
+    before, trained, dead = snapshot(run), run.trained(), run.dead_turns()
+    row.begun = time.time()
     try:
         do(run, row)
         if not row.message:
@@ -249,7 +250,7 @@ def produce(run, name):
         time.sleep(SETTLE_S)
     except GaveUp as error:
         row.wrong.append(str(error))
-    row.until = time.time()
+    row.lost = max(0, run.dead_turns() - dead)
     compare(run, row, before, trained)
     return row
 
@@ -355,10 +356,10 @@ def main(argv=None):
             print(f"{row.name}: {row.seconds and round(row.seconds, 1)} s; {row.happened}; {row.message[:300]}"
                   f" ({time.monotonic() - begun:.0f} s) {row.wrong or ''}", flush=True)  # fmt: skip
         lost = run.lost_turns()
-        since = 0.0
-        for row in rows:
-            row.lost = sum(since < t <= row.until for t in lost)
-            since = row.until
+        # An episode that a fault ends was in flight before it; the row before had settled by then.
+        begun = [row.begun - SETTLE_S for row in rows] + [time.time() - SETTLE_S]
+        for row, since, until in zip(rows, begun, begun[1:]):
+            row.lost += sum(since < t <= until for t in lost)
     finally:
         run.end()
         if small:

@@ -2,6 +2,7 @@
 
 import errno
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -215,3 +216,28 @@ def test_what_servers_did_is_told_once_and_a_restarted_explorer_counts_anew():
         session._note_troubles({"teacher_retries": total}, 0.0)
     assert [note.rpartition(" ")[2] for note in notes] == ["2.", "3.", "1."]
     assert all(note.startswith("Requests to the teacher's servers") for note in notes)
+
+
+def test_the_fault_table_finds_what_is_gone_doubled_or_left_running(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import faults
+
+    rollouts = {n: random_rollout(None, n) for n in range(3)}
+
+    def judge(after, trained, left=(), name="explorer"):
+        run = SimpleNamespace(rollouts=lambda: after, trained=lambda: trained)
+        row = faults.Row(name, "", left=list(left))
+        faults.compare(run, row, faults.snapshot(SimpleNamespace(rollouts=lambda: rollouts)), [(0, 0)])
+        return " ".join(row.wrong)
+
+    more = {**rollouts, 3: random_rollout(None, 3)}
+    assert judge(more, [(0, 0), (1, 0)]) == ""
+    assert "gone or changed: [2]" in judge({0: rollouts[0], 1: rollouts[1]}, [(0, 0)])
+    assert "gone or changed: [1]" in judge({**more, 1: random_rollout(None, 1, seed=8)}, [(0, 0)])
+    assert "holes" in judge({**more, 9: random_rollout(None, 9)}, [(0, 0)])
+    assert "twice" in judge(more, [(0, 0), (0, 0)])
+    assert "batches" in judge(more, [(1, 0)])
+    assert "task" in judge({**more, 3: random_rollout(None, 3, seed=7), 2: rollouts[1]}, [(0, 0)])
+    assert "left running" in judge(more, [(0, 0)], left=[4711])
+    # A killed learner's run goes on from its checkpoint and plays in another order.
+    assert judge({**more, 2: random_rollout(None, 2, seed=9)}, [(0, 0)], name="learner") == ""
