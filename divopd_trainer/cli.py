@@ -57,8 +57,8 @@ def _help() -> str:
             "commands:",
             *lines,
             "",
-            "divopd COMMAND --help shows a command's options with units and defaults. Every command also takes its",
-            "options from a YAML file (--config FILE.yaml); the command line wins. DIVOPD_DEBUG=1 shows tracebacks.",
+            "divopd COMMAND --help shows a command's options with units and defaults. Options can come from a YAML file",
+            "(--config FILE.yaml) where the help says so; the command line wins. DIVOPD_DEBUG=1 shows tracebacks.",
         ]
     )
 

@@ -7,6 +7,7 @@ that nothing of one run can leak into the next and each can be repeated by hand.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import signal
 import subprocess
@@ -90,22 +91,40 @@ class Plan:
         plan._check_settings()
         return plan
 
+    def _noted(self) -> dict[str, object]:
+        """What all runs share: the options, and what the settings file says, which may be edited between two calls."""
+        path = dict(zip(self.settings, self.settings[1:])).get("--config")
+        digest = (
+            hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else None
+        )
+        return {"settings": list(self.settings), "config_sha256": digest}
+
     def _check_settings(self) -> None:
         """Runs that are there must have been made with the same settings: else the comparison would compare those."""
         note = self.out / "comparison.json"
-        if note.exists() and (found := json.loads(note.read_text("utf-8"))["settings"]) != list(
-            self.settings
-        ):
+        if not note.exists():
+            return
+        try:
+            found = json.loads(note.read_text("utf-8"))
+        except ValueError as error:
             raise ConfigError(
-                f"{self.out} holds runs made with {' '.join(found) or 'no settings'}, this comparison has "
-                f"{' '.join(self.settings) or 'none'}. Use the same settings to go on, or another --out."
+                f"{note} cannot be read ({error}); expected the settings of the runs beside it. Use another --out."
+            ) from None
+        if found != self._noted():
+            given, there = " ".join(self.settings), " ".join(found.get("settings", []))
+            what = f"with {there or 'no settings'}, this comparison has {given or 'none'}"
+            if given == there:
+                what = f"with another content of the file in {given}"
+            raise ConfigError(
+                f"{self.out} holds runs made {what}. Use the same settings to go on, or another --out."
             )
 
     def write(self) -> None:
         """Make the directory and note the settings in it."""
         self.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"settings": list(self.settings)}, indent=1)
-        (self.out / "comparison.json").write_text(text, encoding="utf-8")
+        partial = self.out / "comparison.json.partial"
+        partial.write_text(json.dumps(self._noted(), indent=1), encoding="utf-8")
+        partial.replace(self.out / "comparison.json")
 
 
 def run_all(
@@ -113,7 +132,6 @@ def run_all(
     *,
     note: Callable[[str], None] = print,
     timeout_s: float | None = None,
-    keep_going: bool = True,
 ) -> dict[Path, str]:
     """Run what is not done yet, one process at a time; interrupted runs go on from their last checkpoint.
 
@@ -121,7 +139,6 @@ def run_all(
         plan: The runs.
         note: Takes a line of progress.
         timeout_s: Seconds a run may take; None: without limit.
-        keep_going: Go on with the next run when one fails.
 
     Returns:
         Run directory -> why it failed.
@@ -150,8 +167,6 @@ def run_all(
             continue
         failures[run.path] = why
         note(f"    failed: {why.splitlines()[-1] if why else 'no message'} (log: {run.path / 'train.log'})")
-        if not keep_going:
-            break
     return failures
 
 

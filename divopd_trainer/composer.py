@@ -207,8 +207,6 @@ class BatchComposer:
             if version >= oldest
         )
 
-    ready = available
-
     def compose(self, update: int, arrivals: Iterable[ComposableTurn] = ()) -> Batch:
         """Form the batch of one update; never waits.
 

@@ -25,7 +25,16 @@ from .config_checks import DIVERGENCES, check_together, check_values  # noqa: E4
 from .methods import MERGED, method_settings  # noqa: E402
 from .registry import import_plugins, plugins  # noqa: E402
 
-__all__ = ["DivOPDConfig"]
+__all__ = ["RECOVERY_OPTIONS", "DivOPDConfig"]
+
+
+RECOVERY_OPTIONS = {
+    "patience": "recovery_patience",
+    "budget": "recovery_budget",
+    "warmup_updates": "recovery_warmup",
+    "return_on_progress": "recovery_return_on_progress",
+}
+"""Option of the controller "recovery" -> the setting it comes from."""
 
 
 def _option(default: Any, help: str, **more: Any) -> Any:
@@ -340,13 +349,8 @@ class DivOPDConfig(AsyncDistillationConfig):
             self.cap = int(self.cap)
         if self.controller == "recovery":
             options = self.controller_kwargs
-            self.controller_kwargs = {
-                "patience": self.recovery_patience,
-                "budget": self.recovery_budget,
-                "warmup_updates": self.recovery_warmup,
-                "return_on_progress": self.recovery_return_on_progress,
-                **(options if isinstance(options, dict) else {}),
-            }
+            own = {option: getattr(self, setting) for option, setting in RECOVERY_OPTIONS.items()}
+            self.controller_kwargs = own | (options if isinstance(options, dict) else {})
         # The update that trains a turn is always one ahead of the weights that wrote it: 0 would drop every turn.
         if self.max_staleness == 0:
             self.max_staleness = 1
@@ -408,9 +412,12 @@ class DivOPDConfig(AsyncDistillationConfig):
 
 def _fill_in_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a method under those that were given; options that are mappings are merged key by key."""
-    given = dict(given)
+    given = {name: _listed(name, value) for name, value in given.items()}
     import_plugins(given.get("plugins") or [])
-    preset = method_settings(given.get("method", "divopd"))
+    preset = {
+        name: _listed(name, value) for name, value in method_settings(given.get("method", "divopd")).items()
+    }
+    import_plugins(preset.get("plugins") or [])
     unknown = [key for key in preset if key not in DivOPDConfig.__dataclass_fields__]
     if unknown:
         raise ConfigError(
@@ -430,9 +437,16 @@ def _fill_in_preset(given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         given[name] = {**(preset[name] if same else {}), **(options or {})}
     merged = {**preset, **given}
-    if sources := [*(given.get("plugins") or []), *plugins()]:
+    if sources := [*(preset.get("plugins") or []), *(given.get("plugins") or []), *plugins()]:
         merged["plugins"] = list(dict.fromkeys(sources))
     return merged
+
+
+def _listed(name: str, value: Any) -> Any:
+    """One value where a list is meant is a list of it."""
+    field = DivOPDConfig.__dataclass_fields__.get(name)
+    single = isinstance(value, (str, int, float))
+    return [value] if single and field is not None and str(field.type).startswith("list[") else value
 
 
 _generated_init = DivOPDConfig.__init__

@@ -192,6 +192,26 @@ def _check_method(config: Any) -> None:
             f"The controller {config.controller!r} lets turns of the teacher be imitated, but weighting "
             f"{config.weighting!r} has no weight for them. Set weighting to guided."
         )
+    imitating = [seam for seam, part in parts.items() if getattr(part, "imitates", False)]
+    if imitating and config.divergence != "sampled_reverse_kl":
+        raise ConfigError(
+            f"{imitating[0]} {getattr(config, imitating[0])!r} lets replies of the teacher be imitated, but divergence is "
+            f"{config.divergence!r}, which cannot. Set divergence to sampled_reverse_kl."
+        )
+    weighting = parts["weighting"]
+    own_rewards = getattr(weighting, "gives_rewards", False) and not getattr(
+        weighting, "weighs_imitation", False
+    )
+    if imitating and own_rewards:
+        raise ConfigError(
+            f"weighting {config.weighting!r} adds rewards of its own, which replies of the teacher "
+            f"({imitating[0]} {getattr(config, imitating[0])!r}) have none of. Set weighting to uniform."
+        )
+    if getattr(weighting, "needs_topk", False) and config.teacher_top_k < 1:
+        raise ConfigError(
+            f"weighting {config.weighting!r} reads the teacher's most likely tokens, but teacher_top_k is "
+            f"{config.teacher_top_k}; expected 1 or more."
+        )
     if config.controller == "tcod-b2f" and config.horizon != "fixed":
         raise ConfigError(
             f"controller 'tcod-b2f' replays the beginning of an episode and horizon {config.horizon!r} cuts its end: "

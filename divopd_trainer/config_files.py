@@ -18,7 +18,9 @@ import yaml
 
 from divopd_gym.errors import ConfigError
 
-from .config import DivOPDConfig
+from .config import RECOVERY_OPTIONS, DivOPDConfig
+from .methods import MERGED, method_settings
+from .registry import SEAMS, import_plugins
 
 # After .config, which silences TRL's notice.
 from trl import TrlParser  # isort: skip
@@ -26,6 +28,8 @@ from trl import TrlParser  # isort: skip
 __all__ = ["PROFILES", "config_from_mapping", "load_config", "parse_config", "save_config", "take_option"]
 
 PROFILES = "profiles"
+# Noted before a parser is made: it takes None out of the fields' types.
+_OPTIONAL = {f.name for f in dataclasses.fields(DivOPDConfig) if "None" in str(f.type)}
 """The key of a file that is no setting."""
 
 
@@ -71,7 +75,7 @@ def load_config(
     Raises:
         ConfigError: The file is missing or no mapping, it has no such profile, or see `config_from_mapping`.
     """
-    return config_from_mapping({**_read_settings(path, profile), **(overrides or {})}, where=str(path))
+    return config_from_mapping(_over(_read_settings(path, profile), overrides or {}), where=str(path))
 
 
 def parse_config(argv: Sequence[str]) -> DivOPDConfig:
@@ -104,10 +108,41 @@ def parse_config(argv: Sequence[str]) -> DivOPDConfig:
         absent = vars(parser.parse_args([]))
         named = {a[2:].partition("=")[0].replace("-", "_") for a in argv if a.startswith("--")}
         named |= {name.removeprefix("no_") for name in named if name.startswith("no_")}
-        values = {name: value for name, value in given.items() if name in named or value != absent[name]}
-        return config_from_mapping({**settings, **values}, where="the settings")
+        values = {
+            name: None if value in ("null", "none") and name in _OPTIONAL else value
+            for name, value in given.items()
+            if name in named or value != absent[name]
+        }
+        return config_from_mapping(_over(settings, values), where="the settings")
 
     return _guard(parse, "the command line")
+
+
+def _over(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a file under those that were given; with another method, what was the old one's own goes.
+
+    The file of a run holds every resolved value, so the parts of its method would win over those of the new one.
+    """
+    old, new = settings.get("method", "divopd"), given.get("method")
+    if new is None or new == old:
+        return {**settings, **given}
+    import_plugins(settings.get("plugins") or [])
+    import_plugins(given.get("plugins") or [])
+    before, after = method_settings(old), method_settings(new)
+    fields = DivOPDConfig.__dataclass_fields__
+    parts = [name for name in SEAMS if name in fields]
+    own = {name: fields[name].default for name in {*parts, *before, *after} if name in fields} | before
+    kept = {}
+    for name, value in settings.items():
+        part = name.removesuffix("_kwargs")
+        if name in MERGED:
+            # Options of a part that the file did not choose itself.
+            if settings.get(part, own[part]) == own[part]:
+                continue
+        elif name in own and value == own[name]:
+            continue
+        kept[name] = value
+    return {**kept, **given}
 
 
 def _guard(build: Any, where: str) -> DivOPDConfig:
@@ -199,6 +234,9 @@ def save_config(config: DivOPDConfig, path: str | os.PathLike) -> None:
         value = getattr(config, f.name)
         if hasattr(value, "value") and not isinstance(value, (dict, list)):
             value = value.value
+        if f.name == "controller_kwargs" and config.controller == "recovery":
+            # They have settings of their own, which would lose against these.
+            value = {name: v for name, v in value.items() if name not in RECOVERY_OPTIONS}
         if f.init and not f.name.endswith("_token") and _plain(value):
             values[f.name] = value
     for name in ("output_dir", "max_steps", "max_completion_length", "resume_from_checkpoint"):

@@ -6,6 +6,7 @@ process imports it too. Distributions may list modules under the entry point gro
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -134,7 +135,9 @@ def _import_file(path: Path) -> None:
     main = sys.modules.get("__main__")
     if getattr(main, "__file__", None) and Path(main.__file__).resolve() == path.resolve():
         return
-    name = f"divopd_plugin_{path.stem}"
+    # Two files of one name are two plug-ins.
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    name = f"divopd_plugin_{path.stem}_{digest}"
     if name in sys.modules:
         return
     if not path.is_file():

@@ -200,7 +200,7 @@ class RetireWeighting:
     Args:
         window: Updates over which the gap must have stopped shrinking. Not published; ours.
         success_ratio: Part of the teacher's success that the student must reach, above 0 to 1. Not published; ours.
-        teacher_success: Success rate of the teacher on the evaluation tasks, above 0 to 1 (``divopd evaluate`` gives
+        teacher_success: Success rate of the teacher on the evaluation tasks, above 0 to 1 (``divopd eval`` gives
             it; the run must evaluate too). None: the gap alone decides.
         reduction: One of `weighting.REDUCTIONS`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         parse_config([*settings, *run.command()])
     if args.dry_run:
         for run in plan.runs:
-            print("divopd train", *settings, *run.command())
+            print(shlex.join(["divopd", "train", *settings, *run.command()]))
         return 0
     # A script's background ignores Ctrl-C, and SIGTERM would not let the run in progress write its checkpoint.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -17,6 +17,7 @@ from typing import Any
 
 from divopd_gym.errors import ConfigError
 
+from ..costs import COSTS, TROUBLES
 from ..turns import Rollout
 from .buffer import RolloutBuffer
 from .config import ExplorerConfig
@@ -41,6 +42,7 @@ __all__ = ["ExplorerFleet", "make_explorer", "split_config"]
 # Gauges that say the same of every explorer or are shares of one; all others add up.
 _MEANS = ("expected_turns", "success_rate")
 _LEAST = ("policy_version", "epoch")
+_RESTARTED = {*COSTS, *TROUBLES}
 
 
 def make_explorer(
@@ -100,7 +102,7 @@ def split_config(config: ExplorerConfig, count: int) -> list[ExplorerConfig]:
             max_concurrent=_part(config.max_concurrent, number, count),
             load=None if config.load is None else config.load / count,
             pool_turns=math.ceil((config.pool_turns or 4 * config.batch_rows) / count),
-            probe_rollouts=math.ceil(config.probe_rollouts / count),
+            # Each horizon learns from its own explorer alone, so each needs whole rounds of probes.
             student_urls=tuple(urls[number::count]),
             # Only the first evaluates, with as many environments as one explorer alone would have.
             eval_urls=config.eval_urls if number == 0 else (),
@@ -168,6 +170,7 @@ class ExplorerFleet:
         self._ready: Ready | None = None
         self._beats: tuple[Heartbeat | None, ...] = ()
         self._beat: Heartbeat | None = None
+        self._totals = [_RisingTotals() for _ in range(count)]
         self.members = [
             make(part, state=saved, max_restarts=max_restarts, buffer=_Inlet(self))
             for part, saved in zip(split_config(config, count), states, strict=True)
@@ -284,7 +287,8 @@ class ExplorerFleet:
         with self._lock:
             beats = tuple(member.heartbeat for member in self.members)
             if any(new is not old for new, old in zip(beats, self._beats)) or not self._beats:
-                self._beats, self._beat = beats, _merged([beat for beat in beats if beat is not None])
+                risen = [total.of(beat) for total, beat in zip(self._totals, beats) if beat is not None]
+                self._beats, self._beat = beats, _merged(risen)
             return self._beat
 
     @property
@@ -347,6 +351,24 @@ class ExplorerFleet:
 def _summed(counters: list[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for some in counters for name in some)
     return {name: sum(some.get(name, 0) for some in counters) for name in names}
+
+
+class _RisingTotals:
+    """One explorer's heartbeats with engine totals that go on rising when it is started again, which begins at 0."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+
+    def of(self, beat: Heartbeat) -> Heartbeat:
+        totals = {name: value for name, value in beat.counters.items() if name in _RESTARTED}
+        for name, value in totals.items():
+            last = self._last.get(name, 0)
+            if value < last:
+                self._before[name] = self._before.get(name, 0) + last
+        self._last = totals
+        risen = {name: value + self._before.get(name, 0) for name, value in totals.items()}
+        return dataclasses.replace(beat, counters={**beat.counters, **risen})
 
 
 def _merged(beats: list[Heartbeat]) -> Heartbeat | None:

@@ -166,9 +166,9 @@ class ExplorerProcess:
     @property
     def exhausted(self) -> bool:
         """Whether every task of every epoch is finished and received: no further rollout will come."""
-        with self._lock:
-            epochs = self.config.epochs
-            return self._frontier is not None and epochs is not None and self._frontier.epoch >= epochs
+        # Without the lock: explorers of a fleet ask each other while each holds its own.
+        frontier, epochs = self._frontier, self.config.epochs
+        return frontier is not None and epochs is not None and frontier.epoch >= epochs
 
     @property
     def able(self) -> bool:

@@ -69,6 +69,7 @@ class FutureBridge:
 
     name = "future-bridge"
     needs_teacher = True
+    imitates = True
 
     def __init__(self, turns: int = 3, wait_s: float = 60.0) -> None:
         if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1 or not wait_s > 0:

@@ -210,7 +210,7 @@ def test_workers_episodes_load_and_servers_are_split_without_a_rest():
     parts = split_config(config(workers=8, max_concurrent=7, load=3.0, pool_turns=100, probe_rollouts=16), 3)
     assert [p.workers for p in parts] == [3, 3, 2] and [p.max_concurrent for p in parts] == [3, 2, 2]
     assert {p.load for p in parts} == {1.0} and {p.pool_turns for p in parts} == {34}
-    assert [p.share for p in parts] == [(0, 3), (1, 3), (2, 3)] and {p.probe_rollouts for p in parts} == {6}
+    assert [p.share for p in parts] == [(0, 3), (1, 3), (2, 3)] and {p.probe_rollouts for p in parts} == {16}
     urls = ("a", "b", "c", "d")
     served = config(engine="vllm", student="s", student_urls=urls, teacher_urls=("t",), workers=2)
     parts = split_config(served, 2)

@@ -10,7 +10,7 @@ import divopd_trainer
 from divopd_gym.errors import ConfigError
 from divopd_trainer import methods, registry
 from divopd_trainer.config import DivOPDConfig
-from divopd_trainer.config_files import parse_config
+from divopd_trainer.config_files import load_config, parse_config, save_config
 from divopd_trainer.registry import SEAMS, build, known, resolve
 
 PRESETS = sorted(path.stem for path in (Path(divopd_trainer.__file__).parent / "presets").glob("*.yaml"))
@@ -244,3 +244,63 @@ def test_options_that_are_no_mapping_are_refused_with_their_name(make):
     for options in ("ema=1", "[1]"):
         with pytest.raises(ConfigError, match="horizon_kwargs is .*expected a mapping"):
             make(horizon="turnopd", horizon_kwargs=options)
+
+
+def test_another_method_over_a_runs_own_file_is_that_method(tmp_path):
+    path = tmp_path / "config.yaml"
+    save_config(DivOPDConfig(method="turnopd", max_turns=7, run_dir=str(tmp_path)), path)
+    c = load_config(path, {"method": "atod"})
+    parts = (c.composer, c.horizon, c.horizon_kwargs, c.weighting, c.attempts_per_task, c.max_turns)
+    assert parts == ("vanilla", "fixed", {}, "atod", 8, 7)
+    c = parse_config(["--config", str(path), "--method", "divopd-r", "--recovery_patience", "2"])
+    assert (c.composer, c.weighting, c.controller_kwargs["patience"]) == ("divopd", "uniform", 2)
+
+
+def test_what_a_file_chose_itself_stays_under_another_method(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("method: divopd\nhorizon: tcod-f2b\nhorizon_kwargs: {every: 9}\ncap: 3\n")
+    c = load_config(path, {"method": "vanilla"})
+    assert (c.composer, c.horizon, c.horizon_kwargs["every"], c.cap) == ("vanilla", "tcod-f2b", 9, 3)
+
+
+def test_a_saved_recovery_run_still_listens_to_its_own_settings(tmp_path):
+    path = tmp_path / "config.yaml"
+    save_config(DivOPDConfig(method="divopd-r", recovery_budget=3, run_dir=str(tmp_path)), path)
+    again = load_config(path, {"recovery_patience": 2})
+    assert (again.controller_kwargs["patience"], again.controller_kwargs["budget"]) == (2, 3)
+
+
+def test_null_and_single_values_mean_none_and_a_list_of_one(tmp_path):
+    c = parse_config(["--split", "null", "--cap", "null", "--review", "null"])
+    assert (c.split, c.cap, c.review) == (None, None, None)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for name in "ab":
+        (tmp_path / name / "mine.py").write_text(
+            "from divopd_trainer import register\n"
+            f"@register('horizon', 'depth-{name}')\n"
+            "class Depth:\n"
+            "    max_turns = 3\n"
+            "    def turns(self, update): return 3\n"
+            "    def is_probe(self, update): return False\n"
+        )
+    c = DivOPDConfig(plugins=str(tmp_path / "a" / "mine.py"), horizon="depth-a")
+    assert c.plugins[0].endswith("a/mine.py")
+    preset = tmp_path / "preset.yaml"
+    preset.write_text(f"plugins: {tmp_path / 'b' / 'mine.py'}\nhorizon: depth-b\n")
+    c = DivOPDConfig(method=str(preset))
+    assert c.horizon == "depth-b" and any(p.endswith("b/mine.py") for p in c.plugins)
+    assert DivOPDConfig(extrapolate_every=2, extrapolate_factors=0.5).extrapolate_factors == [0.5]
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"method": "future-bridge", "divergence": "forward_kl_topk"}, "review 'future-bridge'.*imitated"),
+        ({"method": "atod", "review": "future-bridge"}, "rewards of its own.*uniform"),
+        ({"method": "sage", "teacher_top_k": 0}, "teacher_top_k is 0"),
+    ],
+)
+def test_bridges_and_candidates_need_what_they_need(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        DivOPDConfig(**settings)
