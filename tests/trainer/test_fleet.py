@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections import deque
 
@@ -9,6 +11,7 @@ import pytest
 from test_explorer_process import alive, collect, config, until
 
 from divopd_gym.errors import ConfigError
+from divopd_trainer.costs import COSTS
 from divopd_trainer.explorer import ExplorerDied, ExplorerProcess, RolloutBuffer
 from divopd_trainer.explorer.fleet import ExplorerFleet, make_explorer, split_config
 from divopd_trainer.explorer.messages import (
@@ -271,3 +274,37 @@ def test_one_explorer_resumed_with_more_environment_workers_plays_every_task_onc
         for explorer in (first, again):
             if explorer is not None:
                 explorer.stop(5.0)
+
+
+def test_explorers_that_are_told_things_at_the_same_time_never_wait_for_each_other(monkeypatch):
+    fleet = ExplorerFleet(config(epochs=1), 2)
+    monkeypatch.setattr(ExplorerProcess, "_send", lambda self, message: None)
+    for member in fleet.members:
+        member._ready_event.set()
+
+    def talk(number):
+        for _ in range(5000):
+            fleet.members[number].send(PoolStatus(1, 2, 3, 4))
+
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=talk, args=(number,), daemon=True) for number in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(switching)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_engine_totals_go_on_rising_when_one_explorer_is_started_again():
+    fleet = ExplorerFleet(config(), 2)
+
+    def spent(first, second):
+        for member, value in zip(fleet.members, (first, second)):
+            member.heartbeat = Heartbeat(dict.fromkeys(COSTS, value), {})
+        return fleet.heartbeat.counters["teacher_s"]
+
+    assert [spent(1000.0, 1000.0), spent(1010.0, 0.0), spent(1010.0, 5.0)] == [2000.0, 2010.0, 2015.0]
