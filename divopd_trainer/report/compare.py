@@ -110,7 +110,7 @@ def compare(
         groups: Two or more, or one for its own figures.
         baseline: Label or method of the group to divide by; default the method ``vanilla``, else the first group.
         target: Success rate; default the largest multiple of 5 % that every seed of the baseline reaches at
-            its peak.
+            its peak. None is chosen where some run began at it or above: its cost would be nothing.
     """
     evaluated = [run.evals[-1].update for group in groups for run in group.runs if run.evals]
     budget = min(evaluated, default=0)
@@ -122,6 +122,11 @@ def compare(
     if target is None:
         # The small addend keeps 0.35, which is a hair below 7 x 0.05, at 35 %.
         target = math.floor(min(peaks) * 20 + 1e-9) / 20
+        begun = [
+            rate for group in groups for rate in group.values(lambda run: run.initial and run.initial.rate)
+        ]
+        if target <= max(begun, default=0.0):
+            target = 0.0
     if target <= 0:
         return Comparison(results, base, None, budget)
     for result in results:

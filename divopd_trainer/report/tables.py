@@ -132,8 +132,13 @@ def methods_table(comparison: Comparison) -> str:
 
 def cost_table(comparison: Comparison) -> str:
     """Cost to the target against the baseline; empty when it cannot be told or there is one method."""
-    if comparison.target is None or len(comparison.results) < 2:
+    if len(comparison.results) < 2:
         return ""
+    if comparison.target is None:
+        return (
+            '<p class="note">No cost to a target: the baseline reaches no multiple of 5 % at which no run began. '
+            "Name one with --target, or train for longer.</p>"
+        )
     keys = [key for key in COSTS if any(key in result.ratios for result in comparison.results)]
     if not keys:
         return ""

@@ -151,3 +151,11 @@ def test_methods_that_were_never_evaluated_are_still_compared_in_the_charts(tmp_
     assert comparison.target is None and comparison.budget == 0
     page = write_report(paths, tmp_path / "out", png=False).html.read_text()
     assert 'id="chart-kl"' in page and 'id="chart-success' not in page
+
+
+def test_no_target_is_chosen_that_a_run_began_at(tmp_path):
+    a = curve_run(tmp_path / "a", [0.33, 0.38], method="vanilla")
+    b = curve_run(tmp_path / "b", [0.36, 0.5])
+    comparison = compare(grouped(a, b))
+    assert comparison.target is None and not comparison.results[1].ratios
+    assert compare(grouped(a, b), target=0.35).target == 0.35
