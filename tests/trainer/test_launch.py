@@ -33,7 +33,7 @@ class H(http.server.BaseHTTPRequestHandler):
 print("serving", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), H).serve_forever()
 """
-DEADLINE_S = 60
+DEADLINE_S = 180
 
 
 def free_port():
