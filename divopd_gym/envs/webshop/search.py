@@ -24,7 +24,7 @@ _FEW = 50_000
 # Up to this many postings their saturations are computed once and kept.
 _KEPT = 4_000_000
 # Documents whose scores the compiled loop holds at a time: 256 kB.
-_STRETCH = 1 << 15
+_STRETCH = 1 << 16
 
 
 _List = tuple[int, int, np.float32, float]
