@@ -23,7 +23,7 @@ __all__ = ["SearchEngine"]
 _FEW = 50_000
 # Up to this many postings their saturations are computed once and kept.
 _KEPT = 4_000_000
-# Documents whose scores the compiled loop holds at a time: 256 kB.
+# Documents whose scores the compiled loop holds at a time: 512 kB.
 _STRETCH = 1 << 16
 
 
