@@ -301,7 +301,10 @@ def test_a_question_lists_its_answers_and_tiny_messages_end_with_the_task():
         1, "Ambiguous request:", {**INFO, "admissible_actions": ["0", "1"]}, []
     )
     assert "'0',\n'1'" in text
-    assert get_prompt(ID, "tiny").user(0, "Kitchen.", INFO, []) == "kitchen.\nboil water. first, focus on the substance."
+    assert (
+        get_prompt(ID, "tiny").user(0, "Kitchen.", INFO, [])
+        == "kitchen.\nboil water. first, focus on the substance."
+    )
 
 
 def test_what_the_package_ships_is_there():
