@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..diagnostics import DEPTH_BANDS, depth_band
 from .collect import EvalPoint, RunFigures, end_to_end_s, number
-from .episodes import BANDS, RolloutScan, depth_band
+from .episodes import RolloutScan
 from .groups import Group, over_seeds
 
 __all__ = ["COSTS", "GROUPS", "Chart", "Series", "charts_of", "time_unit"]
@@ -239,7 +240,7 @@ def _depth_over_time(groups: Sequence[Group]) -> Chart:
         places = sorted(tallies)
         x = [place * size + (size + 1) / 2 for place in places]
         layers = []
-        for layer, band in enumerate(BANDS):
+        for layer, band in enumerate(DEPTH_BANDS):
             y = [tallies[place][band] / tallies[place].total() for place in places]
             if any(y):
                 layers.append(Series(f"turn {band}", x, y, run=layer))
@@ -276,7 +277,7 @@ def _depth_share(groups: Sequence[Group]) -> Chart:
         return Counter(depth_band(index) for batch in run.run.batches for _, index in batch.selected)
 
     seen = sum((count(run) for group in groups for run in group.runs), Counter())
-    names = tuple(band for band in BANDS if seen[band])
+    names = tuple(band for band in DEPTH_BANDS if seen[band])
     return Chart(
         "depth", "Depth of selected turns, whole run", "turn of the episode", "share",
         _bars(groups, count, names), "share of all trained rows", "Batch composition", "bars", names,

@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+from ..diagnostics import depth_band
 from ..metrics import gini
 from ..records import Run
 from ..turns import Actor, Rollout
 from .episode_data import EpisodeStore
 
-__all__ = ["BANDS", "RolloutScan", "depth_band", "scan_rollouts"]
-
-DEPTHS = (1, 2, 5, 10, 20, 10**9)
-
-
-def _band_name(start: int, end: int) -> str:
-    return f"{start}" if start == end else f"{start}-{end}" if end < 10**9 else f"{start}+"
-
-
-BANDS = tuple(_band_name(start + 1, end) for start, end in zip((0, *DEPTHS), DEPTHS))
-"""Names of the depth bands, by one-based turns."""
-
-
-def depth_band(index: int) -> str:
-    """The band of a zero-based turn index."""
-    return next(band for band, end in zip(BANDS, DEPTHS) if index + 1 <= end)
+__all__ = ["RolloutScan", "scan_rollouts"]
 
 
 @dataclass

@@ -5,10 +5,11 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 
+from ..diagnostics import DEPTH_BANDS
 from .charts import COSTS
 from .collect import EvalPoint, RunFigures
 from .compare import Comparison, Estimate, ratio_text
-from .episodes import BANDS, RolloutScan
+from .episodes import RolloutScan
 from .groups import Group
 from .svg import colour_class, format_number
 
@@ -310,7 +311,7 @@ def types_table(groups: Sequence[Group]) -> str:
 def depth_table(groups: Sequence[Group], scans: Scans) -> str:
     """Share of valid turns that trained, by depth in the episode and its outcome."""
     lines = []
-    for band in BANDS:
+    for band in DEPTH_BANDS:
         cells, seen = [band], 0
         for own in scans:
             for outcome in (True, False):

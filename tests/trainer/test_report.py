@@ -10,11 +10,12 @@ from report_fakes import metric_run
 from run_fakes import fake_rollout, fake_run
 
 from divopd_trainer.commands.report import main
+from divopd_trainer.diagnostics import DEPTH_BANDS, depth_band
 from divopd_trainer.records import RecordError, RunWriter, read_run
 from divopd_trainer.report import write_report
 from divopd_trainer.report.charts import charts_of, time_unit
 from divopd_trainer.report.collect import EvalPoint, collect
-from divopd_trainer.report.episodes import BANDS, depth_band, scan_rollouts
+from divopd_trainer.report.episodes import scan_rollouts
 from divopd_trainer.report.groups import group_runs
 from divopd_trainer.report.svg import format_number, ticks
 
@@ -151,7 +152,7 @@ def test_end_to_end_time_adds_generator_teacher_and_learner(tmp_path):
 def test_layers_of_depth_add_up_to_the_whole_batch(run_dir):
     layers = charts_by_key(run_dir)["depth_time"].series
     assert [sum(values) for values in zip(*(layer.y for layer in layers))] == pytest.approx([1.0] * 12)
-    assert {layer.label for layer in layers} <= {f"turn {band}" for band in BANDS}
+    assert {layer.label for layer in layers} <= {f"turn {band}" for band in DEPTH_BANDS}
 
 
 def test_the_staleness_histogram_counts_rows_of_every_update(run_dir):
