@@ -18,6 +18,7 @@ from divopd_gym.pool import EnvHandle, EnvPool
 __all__ = ["SyncEnvHandle", "SyncEnvPool"]
 
 T = TypeVar("T")
+_END_S = 10.0  # for the loop's thread; a worker that hangs is the pool's close to deal with
 
 
 class SyncEnvHandle:
@@ -54,6 +55,7 @@ class SyncEnvPool:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.pool = EnvPool(*args, **kwargs)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     @property
     def counters(self) -> dict[str, int]:
@@ -63,8 +65,9 @@ class SyncEnvPool:
     def start(self) -> None:
         """See `EnvPool.start`."""
         loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="divopd-env-pool", daemon=True).start()
         self._loop = loop
+        self._thread = threading.Thread(target=_serve, args=(loop,), name="divopd-env-pool", daemon=True)
+        self._thread.start()
         try:
             self._run(self.pool.start())
         except BaseException:
@@ -119,5 +122,15 @@ class SyncEnvPool:
 
     def _end_loop(self) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(_END_S)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, then end its helper threads and give its descriptors back."""
+    try:
+        loop.run_forever()
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()

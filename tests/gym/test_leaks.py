@@ -121,3 +121,13 @@ def test_pools_opened_and_closed_leave_no_process_descriptor_or_thread(temp):
     after = (me.num_fds(), threading.active_count(), len(me.children(recursive=True)))
     # Fewer is possible: what an earlier test left for the collector may go in between.
     assert all(now <= then for now, then in zip(after, before)), (before, after)
+
+
+def test_a_closed_pool_has_closed_its_loop(temp):
+    before, descriptors = set(threading.enumerate()), psutil.Process().num_fds()
+    with SyncEnvPool(ALF, GENERATED, workers=1) as pool, pool.lend() as env:
+        env.reset(seed=1)
+        loop = pool._loop
+    assert loop.is_closed()
+    assert not set(threading.enumerate()) - before
+    assert psutil.Process().num_fds() <= descriptors + 2  # the forkserver's two pipes, if this test is the first
