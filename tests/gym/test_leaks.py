@@ -130,4 +130,6 @@ def test_a_closed_pool_has_closed_its_loop(temp):
         loop = pool._loop
     assert loop.is_closed()
     assert not set(threading.enumerate()) - before
-    assert psutil.Process().num_fds() <= descriptors + 2  # the forkserver's two pipes, if this test is the first
+    assert (
+        psutil.Process().num_fds() <= descriptors + 2
+    )  # the forkserver's two pipes, if this test is the first
