@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ __all__ = ["Plan", "PlannedRun", "run_all"]
 
 _FINISHED = "finished.json"
 _TAIL = 4000
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -132,19 +134,21 @@ def run_all(
     *,
     note: Callable[[str], None] = print,
     timeout_s: float | None = None,
+    jobs: int = 1,
 ) -> dict[Path, str]:
-    """Run what is not done yet, one process at a time; interrupted runs go on from their last checkpoint.
+    """Run what is not done yet, each in a process of its own; interrupted runs go on from their last checkpoint.
 
     Args:
         plan: The runs.
         note: Takes a line of progress.
         timeout_s: Seconds a run may take; None: without limit.
+        jobs: How many run at once.
 
     Returns:
         Run directory -> why it failed.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; the run in progress has then written a checkpoint.
+        KeyboardInterrupt: Ctrl-C; the runs in progress have then written a checkpoint each.
     """
     plan.write()
     failures: dict[Path, str] = {}
@@ -152,26 +156,94 @@ def run_all(
     waiting = [run for run in plan.runs if not run.done]
     if len(waiting) < len(plan.runs):
         note(f"{len(plan.runs) - len(waiting)} of {len(plan.runs)} runs are done already.")
-    for number, run in enumerate(waiting):
-        left = ""
-        if seconds:
-            left = f", about {sum(seconds) / len(seconds) * (len(waiting) - number) / 60:.0f} min to go"
-        note(
-            f"[{len(plan.runs) - len(waiting) + number + 1}/{len(plan.runs)}] {run.label}, seed {run.seed}{left}"
-        )
-        began = time.monotonic()
-        why = _run(plan, run, timeout_s)
-        seconds.append(time.monotonic() - began)
-        if why is None:
-            note(f"    {_outcome(run)}, {seconds[-1] / 60:.1f} min")
-            continue
-        failures[run.path] = why
-        note(f"    failed: {why.splitlines()[-1] if why else 'no message'} (log: {run.path / 'train.log'})")
+    to_come, active = list(waiting), []
+    try:
+        while to_come or active:
+            while to_come and len(active) < jobs:
+                left = ""
+                if seconds:
+                    turns = math.ceil((len(to_come) + len(active)) / jobs)
+                    left = f", about {sum(seconds) / len(seconds) * turns / 60:.0f} min to go"
+                run = to_come.pop(0)
+                place = len(plan.runs) - len(to_come)
+                note(f"[{place}/{len(plan.runs)}] {run.label}, seed {run.seed}{left}")
+                active.append(_Running(plan, run, timeout_s))
+            ended = [running for running in active if running.ended()]
+            for running in ended:
+                active.remove(running)
+                why, run = running.finish(), running.run
+                seconds.append(time.monotonic() - running.began)
+                who = f"{run.label}, seed {run.seed}: " if jobs > 1 else ""
+                if why is None:
+                    note(f"    {who}{_outcome(run)}, {seconds[-1] / 60:.1f} min")
+                    continue
+                failures[run.path] = why
+                last = why.splitlines()[-1] if why else "no message"
+                note(f"    {who}failed: {last} (log: {run.path / 'train.log'})")
+            if not ended:
+                time.sleep(_POLL_S)
+    finally:
+        # Ctrl-C: all are asked before any is waited for.
+        for running in active:
+            running.interrupt()
+        for running in active:
+            running.finish()
     return failures
 
 
-def _run(plan: Plan, run: PlannedRun, timeout_s: float | None) -> str | None:
-    """One run to its end; None, or why it failed."""
+class _Running:
+    """One run's process."""
+
+    def __init__(self, plan: Plan, run: PlannedRun, timeout_s: float | None) -> None:
+        self.run, self.began = run, time.monotonic()
+        self._timeout_s, self._log = timeout_s, run.path / "train.log"
+        command = _command(plan, run)
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def ended(self) -> bool:
+        """Whether its process ended, or has to."""
+        return self._process.poll() is not None or self._too_long()
+
+    def _too_long(self) -> bool:
+        return self._timeout_s is not None and time.monotonic() - self.began > self._timeout_s
+
+    def interrupt(self) -> None:
+        """Ask it to write its checkpoint and end."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                # The guard passes it on to the run alone: a second Ctrl-C would end that at once.
+                self._process.send_signal(signal.SIGINT)
+
+    def finish(self, grace_s: float = 60.0) -> str | None:
+        """Why it failed, or None; a process that still runs gets the chance to write its checkpoint, once."""
+        code, run = self._process.poll(), self.run
+        try:
+            if code is None and self._too_long():
+                self.interrupt()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        finally:
+            self._process.kill()
+            self._process.wait(10.0)
+            self._process.stdin.close()
+        if code == 0:
+            (run.path / _FINISHED).write_text(json.dumps({"method": run.method, "seed": run.seed}), "utf-8")
+            return None
+        if code is None:
+            return (
+                f"it took longer than {self._timeout_s:.0f} s" if self._too_long() else "it was interrupted"
+            )
+        with self._log.open("rb") as text:
+            text.seek(max(0, self._log.stat().st_size - _TAIL))
+            last = text.read().decode("utf-8", "replace").strip()
+        return last or f"exit code {code}"
+
+
+def _command(plan: Plan, run: PlannedRun) -> list[str]:
+    """The command of a run; makes its directory."""
     extra = []
     if RunDir(run.path).holds_run:
         if any(RunDir(run.path).checkpoints.glob("checkpoint-*")):
@@ -189,40 +261,7 @@ def _run(plan: Plan, run: PlannedRun, timeout_s: float | None) -> str | None:
         "divopd_trainer.cli",
         "train",
     ]
-    command += [*plan.settings, *run.command(), *extra]
-    log = run.path / "train.log"
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            # Ctrl-C and the time's end: the run gets the chance to write its checkpoint, once.
-            _end(process)
-            process.stdin.close()
-    if code == 0:
-        (run.path / _FINISHED).write_text(json.dumps({"method": run.method, "seed": run.seed}), "utf-8")
-        return None
-    if code is None:
-        return f"it took longer than {timeout_s:.0f} s"
-    with log.open("rb") as text:
-        text.seek(max(0, log.stat().st_size - _TAIL))
-        last = text.read().decode("utf-8", "replace").strip()
-    return last or f"exit code {code}"
-
-
-def _end(process: subprocess.Popen, grace_s: float = 60.0) -> None:
-    for number, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, 10.0)):
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            # The guard passes it on to the run alone: a second Ctrl-C would end that at once.
-            process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(wait_s)
+    return [*command, *plan.settings, *run.command(), *extra]
 
 
 def _set_aside(path: Path) -> None:

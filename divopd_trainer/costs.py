@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["COSTS", "TROUBLES", "CostMeter", "engine_costs", "engine_troubles"]
+__all__ = ["COSTS", "TROUBLES", "CostMeter", "engine_costs", "engine_troubles", "work_clock"]
 
 COSTS = ("generator_s", "generator_tokens", "teacher_s", "teacher_tokens")
 """Fields of a train line: seconds of forward passes and tokens read or written in them. The generator's are of training
@@ -41,6 +42,19 @@ def engine_costs(student: Any, teachers: Iterable[Any]) -> dict[str, float]:
         for name in ("generated_tokens", "prefill_tokens", "scored_tokens"):
             totals[f"{role}_tokens"] += counters.get(name, 0)
     return totals
+
+
+def work_clock(device_type: str, num_threads: int) -> Callable[[], float]:
+    """A clock that runs while the calling thread works.
+
+    On a CPU with one thread it counts the thread's own CPU seconds, so that neighbours (other runs, an evaluation beside
+    the training) cost nothing; anywhere else the work is not this thread's, and it counts seconds.
+
+    Args:
+        device_type: "cpu", "cuda", ...
+        num_threads: torch threads of the work.
+    """
+    return time.thread_time if device_type == "cpu" and num_threads == 1 else time.perf_counter
 
 
 class CostMeter:

@@ -35,6 +35,7 @@ from .advantage import Advantage  # noqa: E402
 from .collator import PackOptions  # noqa: E402
 from .composer import PRESETS, BatchComposer  # noqa: E402
 from .config import DivOPDConfig  # noqa: E402
+from .costs import work_clock  # noqa: E402
 from .engines.adapter_files import make_lora  # noqa: E402
 from .extrapolation import Extrapolation  # noqa: E402
 from .handover import HandOver  # noqa: E402
@@ -131,7 +132,8 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         self.skipped_updates = 0
         self._nonfinite_in_a_row = 0
         self._sums, self._batch = torch.zeros(4), {}
-        self._learner_s = self._sync_s = 0.0
+        self._learner_s = self._work_s = self._sync_s = 0.0
+        self._work_clock = work_clock(self.accelerator.device.type, torch.get_num_threads())
         self._grad_norm = float("nan")
         self._learning_rate = 0.0
         self._skipped = False
@@ -195,7 +197,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         Returns:
             The batch's loss summed over this rank, times the number of ranks (transformers reports the mean).
         """
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), self._work_clock()
         model.train()
         world = self.accelerator.num_processes
         self._batch = inputs["facts"]
@@ -209,7 +211,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
                 self.accelerator.backward(loss * world)
             sums += torch.cat([loss.detach().double().reshape(1), parts.double()])
         self._sums = sums
-        self._learner_s = time.perf_counter() - began
+        self._learner_s, self._work_s = time.perf_counter() - began, self._work_clock() - worked
         return (sums[0] * world).float()
 
     def compute_loss(
@@ -348,6 +350,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
                 "skipped": int(self._skipped),
                 "skipped_updates": self.skipped_updates,
                 "learner_s": self._learner_s + self._step_optimizer_s,
+                "learner_work_s": self._work_s + self._step_optimizer_s,
                 "sync_s": self._sync_s,
             }
             self.session.train_line(line)

@@ -23,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="divopd compare",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Run several methods with several seeds, one run after another, and write a report that compares "
+        description="Run several methods with several seeds, one run after another or --jobs at once, and write a report that compares "
         "them. Runs that are done are not repeated and interrupted ones go on, so the same command resumes. Every other "
         "option goes to `divopd train` (see its help): --updates 40 --learning_rate 1e-4 ...",
     )
@@ -47,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout_s", type=float, metavar="S", help="seconds a run may take; none: no limit", default=None
     )
     parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at once; more disturb each other's times"
+    )
+    parser.add_argument(
         "--baseline",
         metavar="METHOD",
         help="method that costs are compared with; none: vanilla",
@@ -68,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
     seeds = _seeds(args.seeds)
     if not methods:
         raise ConfigError("--methods is empty; expected names of presets, separated by commas.")
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs is {args.jobs}; expected 1 or more.")
     out = Path(args.out)
     plan = Plan.of(out, methods, seeds, settings)
     read_yaml(config)
@@ -82,7 +87,9 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     began = time.monotonic()
-    failures = run_all(plan, note=lambda line: print(line, flush=True), timeout_s=args.timeout_s)
+    failures = run_all(
+        plan, note=lambda line: print(line, flush=True), timeout_s=args.timeout_s, jobs=args.jobs
+    )
     done = [run for run in plan.runs if run.done]
     if done:
         _report(plan, done, args.baseline)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from divopd_trainer.costs import work_clock
 from divopd_trainer.engines.backends import Backend, Feed
 from divopd_trainer.engines.base import EngineClosed, EngineError, Generation, TokenScores
 from divopd_trainer.engines.jobs import GenerateJob, Job, LoadJob, ScoreJob, deliver
@@ -41,7 +42,7 @@ class ForwardThread:
 
     Attributes:
         policy_version: Version of the weights in place.
-        counters: Tokens generated, prefilled, reused, scored; forward passes; seconds in them.
+        counters: Tokens generated, prefilled, reused, scored; forward passes; seconds in them, see `work_clock`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ForwardThread:
         self._table = SlotTable(slots)
         self._budget = max_batch_tokens
         self._num_threads = num_threads
+        self._clock = work_clock(next(backend.model.parameters()).device.type, num_threads)
         self._condition = threading.Condition()
         self._inbox: deque[Job] = deque()
         self._forget: deque[Any] = deque()
@@ -179,7 +181,7 @@ class ForwardThread:
 
     def _advance(self) -> None:
         """One forward pass: a token for every running response, and as much of new prompts as fits."""
-        began = time.perf_counter()
+        began = self._clock()
         left = self._budget - sum(j.unfed == 1 for j in self._running)
         jobs, feeds = [], []
         for job in self._running:
@@ -197,7 +199,7 @@ class ForwardThread:
                 f"({len(self._running)}); raise it."
             )
         self._extend(jobs, feeds)
-        self.counters["generate_s"] += time.perf_counter() - began
+        self.counters["generate_s"] += self._clock() - began
 
     def _extend(self, jobs: list[GenerateJob], feeds: list[Feed]) -> None:
         """Forward and draw; of a pass that fails, each response is tried alone, so that only the culprit fails."""
@@ -273,7 +275,7 @@ class ForwardThread:
 
     def _score(self) -> None:
         """Score the waiting sequences of about the first one's length that fit one forward pass."""
-        began = time.perf_counter()
+        began = self._clock()
         queue = [job for job in self._scoring if not job.cancelled]
         self._scoring = deque()
         if not queue:
@@ -291,7 +293,7 @@ class ForwardThread:
         self._scoring.extend(job for job in queue if id(job) not in chosen)
         self._score_or_split(batch)
         self.counters["scored_tokens"] += sum(len(job.ids) for job in batch)
-        self.counters["score_s"] += time.perf_counter() - began
+        self.counters["score_s"] += self._clock() - began
 
     def _score_or_split(self, batch: list[ScoreJob]) -> None:
         try:

@@ -29,9 +29,15 @@ def number(line: dict[str, Any], name: str) -> float | None:
     return value
 
 
+def learner_work_s(line: dict[str, Any]) -> float | None:
+    """Seconds of the learner's own work in an update; all its seconds where no more was recorded."""
+    own = number(line, "learner_work_s")
+    return number(line, "learner_s") if own is None else own
+
+
 def end_to_end_s(line: dict[str, Any]) -> float | None:
     """Seconds that an update took generator, teacher and learner together; None when they were not all kept."""
-    parts = [number(line, name) for name in ("generator_s", "teacher_s", "learner_s")]
+    parts = [number(line, "generator_s"), number(line, "teacher_s"), learner_work_s(line)]
     return None if None in parts else sum(parts)
 
 
@@ -51,7 +57,7 @@ class EvalPoint:
         episodes: How many.
         per_type: Task type -> (success rate, episodes or None).
         forwarded_tokens: Tokens, prompts included, that the learner had read.
-        learner_s: Seconds that the learner had worked.
+        learner_s: Seconds of the learner's own work.
         end_to_end_s: Seconds of generator, teacher and learner together, or None.
     """
 
@@ -184,6 +190,7 @@ def collect(run: Run, label: str | None = None, teacher: dict[str, Any] | None =
         name: [0, *accumulate(number(line, name) or 0 for line in train)]
         for name in (*_SUMS, *_OPTIONAL_SUMS)
     }
+    spent["learner_s"] = [0, *accumulate(learner_work_s(line) or 0 for line in train)]
     whole = [end_to_end_s(line) for line in train]
     whole_spent = [0.0, *accumulate(whole)] if train and None not in whole else None
     evals, teachers = [], []
