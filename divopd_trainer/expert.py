@@ -11,13 +11,13 @@ import asyncio
 import random
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from divopd_gym.errors import ConfigError
+from divopd_gym.errors import ConfigError, PoolError
 from divopd_trainer.framelog import FrameLogWriter, read_frames
 
 __all__ = ["PROMPT_KEYS", "SCHEMA", "InProcessPool", "read_episodes", "record_expert"]
@@ -27,6 +27,7 @@ PROMPT_KEYS = ("options", "action_templates", "objects")
 """What prompts read of an info beside goal and admissible actions; recorded where it is given."""
 
 _WORDS_KEPT = 400
+_NOTE_EVERY_S = 10.0
 
 
 def record_expert(
@@ -47,8 +48,12 @@ def record_expert(
     temperature: float = 1.0,
     concurrency: int = 32,
     tasks: Sequence[str] | None = None,
+    max_failures: int = 5,
+    note: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Record episodes, one JSON object each, in a frame log.
+
+    An episode whose worker dies, fails or gives no answer is left out.
 
     Args:
         env_id: Any environment whose ``expert()`` gives an expert.
@@ -68,13 +73,15 @@ def record_expert(
         temperature: At which the policy is sampled.
         concurrency: Environments in this process when `workers` is 0.
         tasks: Ids to play; None: the environment's own list.
+        max_failures: So many failed episodes in a row end the recording, with the cause of the first.
+        note: Takes a line of progress every ten seconds.
 
     Returns:
-        Figures: episodes, turns, success, wrong (executed turns that differ from the expert's), wall_s.
+        Figures: episodes, failed, turns, success, wrong (executed turns that differ from the expert's), wall_s.
 
     Raises:
         ConfigError: `out` exists, a figure is out of range, or the environment has no expert.
-        PoolError: A worker failed.
+        PoolError: No worker starts, or `max_failures` episodes in a row failed.
     """
     low, high = (noise, noise) if isinstance(noise, (int, float)) else (min(noise), max(noise))
     if not 0 <= low <= high <= 1 or not 0 <= clean <= 1 or episodes < 1 or repeats < 1:
@@ -90,7 +97,17 @@ def record_expert(
     try:
         with FrameLogWriter(out) as log:
             stats = asyncio.run(
-                _record(env_id, dict(env_kwargs or {}), plan, log, workers, concurrency, player)
+                _record(
+                    env_id,
+                    dict(env_kwargs or {}),
+                    plan,
+                    log,
+                    workers,
+                    concurrency,
+                    player,
+                    max_failures,
+                    note,
+                )
             )
     finally:
         if player is not None:
@@ -164,10 +181,14 @@ async def _record(
     workers: int,
     concurrency: int,
     policy: _Policy | None,
+    max_failures: int,
+    note: Callable[[str], None] | None,
 ) -> dict[str, Any]:
     from divopd_gym.pool import EnvPool
 
-    stats: dict[str, Any] = {"episodes": 0, "turns": 0, "won": 0, "wrong": 0}
+    stats: dict[str, Any] = {"episodes": 0, "failed": 0, "turns": 0, "won": 0, "wrong": 0}
+    in_row: list[PoolError] = []
+    told = time.monotonic()
     pool: Any = (
         EnvPool(env_id, env_kwargs, workers=workers)
         if workers
@@ -176,18 +197,40 @@ async def _record(
     waiting: list[list[tuple[int, str]]] = []
 
     async def work() -> None:
-        handle = await pool.acquire()
-        try:
-            while waiting:
-                for number, task in waiting.pop():
-                    record = await _episode(handle, number, task, plan, policy)
-                    log.write({"schema": SCHEMA, "env_id": env_id, "episode": number, **record})
-                    stats["episodes"] += 1
-                    stats["turns"] += len(record["turns"])
-                    stats["won"] += record["success"]
-                    stats["wrong"] += sum(t["action"] != t["expert"] for t in record["turns"])
-        finally:
-            pool.release(handle)
+        while waiting:
+            group = waiting.pop()
+            handle = await pool.acquire()
+            try:
+                while group:
+                    number, task = group.pop(0)
+                    keep(number, await _episode(handle, number, task, plan, policy))
+                    in_row.clear()
+            except PoolError as error:
+                if group:
+                    waiting.append(group)
+                stats["failed"] += 1
+                in_row.append(error)
+                if len(in_row) >= max_failures:
+                    raise PoolError(
+                        f"{len(in_row)} episodes in a row failed (max_failures); the first: {in_row[0]}"
+                    ) from error
+                if note is not None:
+                    note(f"Episode {number} of task {task!r} is left out: {error}")
+            finally:
+                pool.release(handle)
+
+    def keep(number: int, record: dict[str, Any]) -> None:
+        nonlocal told
+        log.write({"schema": SCHEMA, "env_id": env_id, "episode": number, **record})
+        stats["episodes"] += 1
+        stats["turns"] += len(record["turns"])
+        stats["won"] += record["success"]
+        stats["wrong"] += sum(t["action"] != t["expert"] for t in record["turns"])
+        if note is not None and time.monotonic() - told > _NOTE_EVERY_S:
+            told = time.monotonic()
+            note(
+                f"{stats['episodes']} of {plan.episodes} episodes, {stats['won'] / stats['episodes']:.0%} solved"
+            )
 
     await pool.start()
     try:

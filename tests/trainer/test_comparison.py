@@ -27,6 +27,11 @@ def fake_train(tmp_path, monkeypatch):
         "method = options['--method']\n"
         "if method == 'fails': sys.exit('the cause')\n"
         "if method == 'hangs': time.sleep(60)\n"
+        "if method.startswith('meets'):\n"
+        "    end = time.time() + 30\n"
+        "    while len(list(run.parents[1].glob('meets*/seed-*/metrics.jsonl'))) < 2:\n"
+        "        assert time.time() < end, 'ran alone'\n"
+        "        time.sleep(0.05)\n"
         "if method == 'stops' and '--resume_from_checkpoint' not in options:\n"
         "    (run / 'checkpoints' / 'checkpoint-1').mkdir(parents=True); sys.exit(130)\n"
     )
@@ -85,6 +90,34 @@ def test_a_run_without_a_checkpoint_is_set_aside_not_lost(tmp_path, fake_train):
 def test_a_run_that_takes_too_long_is_ended(tmp_path, fake_train):
     failures = run_all(plan(tmp_path, ["hangs"], seeds=[0]), note=lambda _: None, timeout_s=3.0)
     assert "longer than 3 s" in next(iter(failures.values()))
+
+
+def test_two_jobs_run_at_once_and_a_third_waits(tmp_path, fake_train):
+    notes = []
+    assert run_all(plan(tmp_path, ["meets-1", "meets-2", "c"], seeds=[0]), note=notes.append, jobs=2) == {}
+    assert [call["--method"] for call in fake_train()][2] == "c"
+    started = [number for number, note in enumerate(notes) if note.startswith("[")]
+    assert started[:2] == [0, 1] and notes[started[2] - 1].startswith("    meets-")
+
+
+def test_ctrl_c_ends_all_jobs(tmp_path, fake_train, monkeypatch):
+    sleep = time.sleep
+
+    def interrupted(seconds):
+        if len(list((tmp_path / "out").glob("hangs*/seed-0/metrics.jsonl"))) == 2:
+            monkeypatch.setattr(comparison.time, "sleep", sleep)
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    monkeypatch.setattr(comparison.time, "sleep", interrupted)
+    methods = plan(tmp_path, ["hangs"], seeds=[0]).runs
+    other = comparison.PlannedRun("hangs", 0, tmp_path / "out" / "hangs-2" / "seed-0")
+    both = Plan(tmp_path / "out", ["--updates", "4"], [*methods, other])
+    with pytest.raises(KeyboardInterrupt):
+        run_all(both, note=lambda _: None, jobs=2)
+    assert len(fake_train()) == 2
+    assert psutil.Process().children(recursive=True) == []
+    assert not any(run.done for run in both.runs)
 
 
 def test_a_comparison_that_is_killed_takes_its_run_along(tmp_path):

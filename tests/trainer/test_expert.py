@@ -4,7 +4,7 @@ import pytest
 from counter_expert import EXPERT_ENV_ID
 from fakes import ENV_ID
 
-from divopd_gym.errors import ConfigError
+from divopd_gym.errors import ConfigError, PoolError
 from divopd_trainer.expert import read_episodes, record_expert
 from divopd_trainer.framelog import FrameLogWriter
 
@@ -88,3 +88,24 @@ def test_records_of_another_kind_are_refused_with_a_remedy(tmp_path):
         log.write({"schema": 99})
     with pytest.raises(ConfigError, match="schema"):
         read_episodes(tmp_path / "odd.zst")
+
+
+def test_a_worker_that_dies_costs_its_episode_alone(tmp_path):
+    notes = []
+    stats, episodes = record(
+        tmp_path,
+        workers=1,
+        env_kwargs={"die": ["2/3"]},
+        episodes=16,
+        repeats=2,
+        max_failures=3,
+        note=notes.append,
+    )
+    assert stats["failed"] == 2 and stats["episodes"] == 14
+    assert [e["episode"] for e in episodes] == [n for n in range(16) if n // 2 != 3]
+    assert len(notes) == 2 and all("task '2/3' is left out" in note for note in notes)
+
+
+def test_failures_in_a_row_end_the_recording_with_the_first_cause(tmp_path):
+    with pytest.raises(PoolError, match=r"2 episodes in a row failed \(max_failures\); the first: .*0"):
+        record(tmp_path, workers=1, env_kwargs={"die": ["2/0"]}, episodes=8, max_failures=2)
