@@ -1,13 +1,19 @@
 """Learner cost of one batch under three layouts, on the same rollouts and with the same gradient, as JSON.
 
+    python benchmarks/learner.py [--run RUN_DIR] [--turns 10 20 40] [--layers 2 --hidden 128] [--repeats 3]
+    python benchmarks/learner.py --device cuda --dtype bfloat16 --layers 12 --hidden 1024 --peak_tflops 990
+
 - merged: a rollout's selected turns are one sequence up to the last of them (this project's packing).
 - row_per_turn: every turn is a sequence of its own, prompt and response (the same packing, merging off).
 - trl: TRL's own planner and collator, which also lay out one sample a turn, in padding-free rows.
 
 Two batches: "composed" (DivOPD's choice, k turns from each of several 20-turn rollouts of accumulated history) and
-"all_turns" (every turn of a few rollouts).
+"all_turns" (every turn of a few rollouts), once for every number of turns a rollout: the context grows with it.
 
-Usage: python benchmarks/learner.py [--run RUN_DIR] [--layers 2 --hidden 128] [--repeats 3]
+Tokens a second are counted on CPU seconds of the process on a CPU, and on seconds of the clock, read after the device
+has finished, on a GPU; the best of the repeats, of which the first pays for a GPU's start, so ask for two or more. "mfu"
+is 6 * parameters * forwarded tokens / seconds / --peak_tflops: attention and the head's positions that are left out
+are not in it. The CUDA path was written without a GPU at hand and has not been run on one.
 """
 
 import argparse
@@ -74,6 +80,7 @@ def recorded_rollouts(run_dir: str, count: int, turns: int) -> list[Rollout]:
 def ours(model: Qwen3ForCausalLM, rows: list[Turn], merge: bool, budget: int) -> dict:
     micro_batches = pack(rows, uniform_weights(rows), merge=merge, max_tokens=budget, layout="padded")
     for micro in micro_batches:
+        micro = micro.to(model.device)
         logp = forward_logprobs(model, micro)
         sampled_reverse_kl(logp, micro.teacher_logprobs, micro.weights).backward()
     return {
@@ -106,6 +113,7 @@ def trl_micro_batches(rows: list[Turn], budget: int) -> list[tuple[dict, list[di
 def trl(model: Qwen3ForCausalLM, rows: list[Turn], budget: int) -> dict:
     batches = trl_micro_batches(rows, budget)
     for batch, samples in batches:
+        batch = {name: v.to(model.device) if torch.is_tensor(v) else v for name, v in batch.items()}
         # As TRL's loss does: backbone on the packed row, head on the completion positions only.
         hidden = model.base_model(
             input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
@@ -115,13 +123,22 @@ def trl(model: Qwen3ForCausalLM, rows: list[Turn], budget: int) -> dict:
         logp = select_logprobs(logits, batch["input_ids"][0, 1:][at])
         teacher = batch["teacher_topk_logprobs"][0, 1:, 0][at]
         weights = torch.from_numpy(np.concatenate([s["weights"] for s in samples]).astype(np.float32))
-        sampled_reverse_kl(logp, teacher, weights).backward()
+        sampled_reverse_kl(logp, teacher, weights.to(model.device)).backward()
     tokens = sum(int(b["attention_mask"].sum()) for b, _ in batches)
     positions = sum(b["input_ids"].numel() for b, _ in batches)
     return {"forwarded_tokens": tokens, "computed_positions": positions, "micro_batches": len(batches)}
 
 
-def measure(model: Qwen3ForCausalLM, rows: list[Turn], budget: int, repeats: int) -> dict:
+def clocks(device: torch.device) -> tuple[float, float]:
+    """CPU seconds of the process and seconds of the clock, when the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.process_time(), time.perf_counter()
+
+
+def measure(
+    model: Qwen3ForCausalLM, rows: list[Turn], budget: int, repeats: int, peak_tflops: float | None
+) -> dict:
     layouts = {
         "merged": lambda: ours(model, rows, True, budget),
         "row_per_turn": lambda: ours(model, rows, False, budget),
@@ -132,20 +149,74 @@ def measure(model: Qwen3ForCausalLM, rows: list[Turn], budget: int, repeats: int
         # Layouts take turns, so that a busy machine does not favour one.
         for name, run in layouts.items():
             model.zero_grad()
-            start, start_cpu = time.perf_counter(), time.process_time()
+            cpu, wall = clocks(model.device)
             result[name] = run()
-            seconds[name].append((time.process_time() - start_cpu, time.perf_counter() - start))
-            gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+            cpu_end, wall_end = clocks(model.device)
+            seconds[name].append((cpu_end - cpu, wall_end - wall))
+            gradients[name] = torch.cat([p.grad.flatten().float() for p in model.parameters()])
+    trained = sum(int(turn.valid_mask().sum()) for turn in rows)
+    which = "wall_s" if model.device.type == "cuda" else "cpu_s"
     for name, entry in result.items():
-        entry["cpu_s"] = round(min(s[0] for s in seconds[name]), 3)
-        entry["wall_s"] = round(min(s[1] for s in seconds[name]), 3)
+        entry["cpu_s"], entry["wall_s"] = (round(min(column), 4) for column in zip(*seconds[name]))
+        spent = max(entry[which], 1e-4)
+        entry["tokens_per_s"] = round(entry["forwarded_tokens"] / spent)
+        entry["trained_tokens_per_s"] = round(trained / spent)
+        entry["mfu"] = mfu(model, entry["forwarded_tokens"], spent, peak_tflops)
         entry["tokens_vs_merged"] = round(entry["forwarded_tokens"] / result["merged"]["forwarded_tokens"], 2)
-        entry["cpu_s_vs_merged"] = round(entry["cpu_s"] / result["merged"]["cpu_s"], 2)
+        entry["seconds_vs_merged"] = round(entry[which] / max(result["merged"][which], 1e-4), 2)
         scale = gradients["merged"].abs().max()
         entry["gradient_difference"] = float(
             ((gradients[name] - gradients["merged"]).abs().max() / scale).item()
         )
-    return {"rows": len(rows), "rollouts": len({t.rollout_id for t in rows}), "layouts": result}
+    rollouts = len({t.rollout_id for t in rows})
+    return {"rows": len(rows), "rollouts": rollouts, "trained_tokens": trained, "layouts": result}
+
+
+def mfu(model: Qwen3ForCausalLM, tokens: int, seconds: float, peak_tflops: float | None) -> float | None:
+    """Share of the device's peak that 6 operations a parameter and token make up; None without a peak."""
+    if peak_tflops is None:
+        return None
+    return round(6 * sum(p.numel() for p in model.parameters()) * tokens / seconds / (peak_tflops * 1e12), 4)
+
+
+def build(args: argparse.Namespace, vocab: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    heads = max(4, args.hidden // 64)
+    config = Qwen3Config(
+        vocab_size=vocab, hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_hidden_layers=args.layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=args.hidden // heads,
+        max_position_embeddings=32768, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).train().to(args.device, getattr(torch, args.dtype))
+
+
+def at_depth(args: argparse.Namespace, turns_of_rollout: int) -> dict:
+    """Both batches of rollouts with so many turns."""
+    if args.run:
+        rollouts = recorded_rollouts(args.run, args.rollouts, turns_of_rollout)
+    else:
+        rollouts = synthetic_rollouts(
+            args.rollouts, turns_of_rollout, args.prompt, args.observation, args.response
+        )
+    vocab = max(VOCAB, 1 + max(int(r.turns[-1].segment.token_ids.max()) for r in rollouts))
+    model = build(args, vocab)
+    turns = [t for r in rollouts for t in r.turns]
+    batch_rows = args.rollouts * args.cap
+    composer = BatchComposer(
+        "divopd", batch_rows, -(-len(turns) // batch_rows), args.cap, max_staleness=10**6
+    )
+    composed = composer.compose(1 + max(t.policy_version for t in turns), turns).selected
+    whole = [t for r in rollouts[: args.whole_rollouts] for t in r.turns]
+    # TRL's default budget is the longest sequence the server takes.
+    budget = max(t.end for t in turns)
+    row = {
+        "turns": turns_of_rollout,
+        "token_budget": budget,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    for name, rows in (("composed", composed), ("all_turns", whole)):
+        row[name] = measure(model, rows, budget, args.repeats, args.peak_tflops)
+    return row
 
 
 def main() -> None:
@@ -157,7 +228,7 @@ def main() -> None:
     parser.add_argument(
         "--whole-rollouts", type=int, default=4, help="rollouts of which all turns are trained"
     )
-    parser.add_argument("--turns", type=int, default=20, help="turns of a rollout")
+    parser.add_argument("--turns", type=int, nargs="+", default=[20], help="turns of a rollout")
     parser.add_argument(
         "--cap", type=int, default=4, help="turns that a rollout gives to the composed batch (k)"
     )
@@ -167,38 +238,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--peak_tflops", type=float, help="the device's peak in this dtype, for the MFU")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, but torch finds no GPU here; expected one. Use --device cpu.")
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    torch.manual_seed(0)
-    if args.run:
-        rollouts = recorded_rollouts(args.run, args.rollouts, args.turns)
-    else:
-        rollouts = synthetic_rollouts(args.rollouts, args.turns, args.prompt, args.observation, args.response)
-    vocab = max(VOCAB, 1 + max(int(r.turns[-1].segment.token_ids.max()) for r in rollouts))
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=vocab, hidden_size=args.hidden, intermediate_size=3 * args.hidden, num_hidden_layers=args.layers,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=args.hidden // 4, max_position_embeddings=32768,
-            tie_word_embeddings=True,
-        )
-    ).train()  # fmt: skip
-    turns = [t for r in rollouts for t in r.turns]
-    batch_rows = args.rollouts * args.cap
-    composer = BatchComposer(
-        "divopd", batch_rows, -(-len(turns) // batch_rows), args.cap, max_staleness=10**6
-    )
-    composed = composer.compose(1 + max(t.policy_version for t in turns), turns).selected
-    whole = [t for r in rollouts[: args.whole_rollouts] for t in r.turns]
-    # TRL's default budget is the longest sequence the server takes.
-    budget = max(t.end for t in turns)
-    report = {
-        "benchmark": "learner",
-        "token_budget": budget,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "composed": measure(model, composed, budget, args.repeats),
-        "all_turns": measure(model, whole, budget, args.repeats),
-    }
+    report = {"benchmark": "learner", "device": args.device, "dtype": args.dtype}
+    if args.device == "cuda":
+        report["gpu"] = torch.cuda.get_device_name()
+    report |= {"peak_tflops": args.peak_tflops, "depths": [at_depth(args, turns) for turns in args.turns]}
     print(json.dumps(report, indent=1))
 
 
