@@ -57,9 +57,10 @@ def compare(args: argparse.Namespace, folder: Path) -> dict:
             if ended:
                 break
     result = {
+        "benchmark": "alfworld_env",
         "games": len(games) - 1,
         "turns": len(times["our_turn"]),
-        "source": f"{args.split} of {args.data}" if args.data else "large generated houses",
+        "source": f"the benchmark's games, {args.split}" if args.data else "large generated houses",
         "versions": env.unwrapped.versions(),
         "identical": same,
     }

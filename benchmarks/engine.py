@@ -1,15 +1,18 @@
 """Local engine against plain transformers, on conversations that grow turn by turn, as JSON.
 
-Usage: python benchmarks/engine.py [--models 2M 5M] [--concurrency 1 8 16] [--turns 12]
+Usage: python benchmarks/engine.py [--models 2M 5M] [--concurrency 1 8 16] [--turns 12] [--backends dense transformers]
 
 Generation: each turn samples 7 tokens and then 28 observation tokens are appended. "plain" is
 `model.generate` on the left-padded batch of all conversations, which computes every prompt again each turn.
 Scoring: finished conversations; "plain" is one forward pass with all logits a conversation, "per_turn" one a turn.
+Every rate of scoring is of the tokens that one pass a conversation reads, so that their ratio is that of the times;
+"scored_tokens" says what is read once and turn by turn. Contexts grow with --turns: 60 + 35 tokens a turn.
 Seconds are CPU seconds of the process (one thread), so that other programs on the machine disturb less.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import time
 
@@ -26,6 +29,7 @@ SIZES = {
 }
 VOCAB, SAMPLED, OBSERVED, FIRST = 530, 7, 28, 60
 NEVER = (VOCAB + 1,)
+BACKENDS = ("dense", "transformers")
 
 
 def build(size: str) -> Qwen3ForCausalLM:
@@ -119,21 +123,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 16])
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--turns", nargs="+", type=int, default=[12])
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for size in args.models:
         model = build(size)
-        for concurrency in args.concurrency:
+        for concurrency, turns in itertools.product(args.concurrency, args.turns):
             row = {"model": size, "parameters": sum(p.numel() for p in model.parameters())}
-            row |= {"concurrency": concurrency, "turns": args.turns}
-            for backend in ("dense", "transformers"):
-                cpu, _, played = generate_with_engine(model, backend, concurrency, args.turns)
-                row[f"engine_{backend}"] = rates(cpu, concurrency, args.turns)
-            cpu, _ = generate_plainly(model, concurrency, args.turns)
-            row["plain_generate"] = rates(cpu, concurrency, args.turns)
+            row |= {"concurrency": concurrency, "turns": turns}
+            for backend in args.backends:
+                cpu, _, played = generate_with_engine(model, backend, concurrency, turns)
+                row[f"engine_{backend}"] = rates(cpu, concurrency, turns)
+            cpu, _ = generate_plainly(model, concurrency, turns)
+            row["plain_generate"] = rates(cpu, concurrency, turns)
             tokens = sum(spans[-1][1] for _, spans in played)
+            row["scored_tokens"] = {
+                "once": tokens,
+                "per_turn": sum(end for _, spans in played for _, end in spans),
+            }
             row["scored_tokens_per_s"] = {
                 "engine": round(tokens / score_with_engine(model, played)),
                 "plain": round(tokens / score_plainly(model, played, False)),

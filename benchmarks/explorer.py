@@ -1,9 +1,10 @@
 """What the explorer itself costs: episodes and turns a second with engines and environments that cost nothing.
 
 Prints JSON. Two ways in one run: "play" is the episode loop alone, "process" the whole explorer in its process with
-everything that a run does (schedule, pacing, scoring, counters, pickling to the trainer).
+everything that a run does (schedule, pacing, scoring, counters, pickling to the trainer), once for every number of
+episodes in flight.
 
-    python benchmarks/explorer.py --episodes 2000
+    python benchmarks/explorer.py --episodes 2000 --concurrent 1 16 64
 """
 
 import argparse
@@ -127,11 +128,11 @@ def cpu_s(pid):
     return (int(fields[11]) + int(fields[12])) / 100
 
 
-def process(episodes):
-    """The explorer in its process."""
+def process(episodes, concurrent):
+    """The explorer in its process, with so many episodes in flight."""
     config = ExplorerConfig(
-        env_id="x", engine="explorer:build", pool="explorer:make_pool", prompt_style="tiny", workers=16,
-        max_turns=TURNS, load=None,
+        env_id="x", engine="explorer:build", pool="explorer:make_pool", prompt_style="tiny", workers=concurrent,
+        max_concurrent=concurrent, max_turns=TURNS, load=None,
     )  # fmt: skip
     explorer = ExplorerProcess(config)
     explorer.start()
@@ -159,16 +160,16 @@ def figures(episodes, seconds, cpu):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--episodes", type=int, default=1000)
-    episodes = parser.parse_args().episodes
+    parser.add_argument("--concurrent", type=int, nargs="+", default=[16], help="episodes in flight")
+    args = parser.parse_args()
     begun, cpu = time.perf_counter(), time.process_time()
-    asyncio.run(play(episodes))
-    alone = figures(episodes, time.perf_counter() - begun, time.process_time() - cpu)
-    whole = figures(*process(episodes))
-    print(
-        json.dumps(
-            {"turns_per_episode": TURNS, "episodes": episodes, "play": alone, "process": whole}, indent=2
-        )
-    )
+    asyncio.run(play(args.episodes))
+    report = {"benchmark": "explorer", "turns_per_episode": TURNS, "episodes": args.episodes}
+    report["play"] = figures(args.episodes, time.perf_counter() - begun, time.process_time() - cpu)
+    report["process"] = [
+        {"concurrent": number, **figures(*process(args.episodes, number))} for number in args.concurrent
+    ]
+    print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":

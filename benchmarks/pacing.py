@@ -1,15 +1,16 @@
 """What of the turns made is trained, scored and lost at several loads: the real explorer, collator and composer.
 
 Engines cost nothing but a wait; the learner is a pause four times as long as a batch takes to make (at --slower 4).
-Prints a row a setting: turns made an update and, as shares of them, scored, trained, stale before any batch could
+Prints a row a setting, or with --json one JSON object of them all: turns made an update and, as shares of them, scored, trained, stale before any batch could
 have them ("never"), stale after a batch passed them over ("passed"); then the share of time that the learner waited and
 the mean length of rollouts made and trained.
 
-    python benchmarks/pacing.py --updates 100
+    python benchmarks/pacing.py --updates 100 [--json]
 """
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import time
@@ -104,16 +105,23 @@ def main(argv=None):
     parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 3.0])
     parser.add_argument("--presets", nargs="+", default=["vanilla", "divopd"])
     parser.add_argument("--load_s", type=float, default=0.1, help="seconds that loading weights takes")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args(argv)
     os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+    rows = []
     for load in args.loads:
         for preset in args.presets:
             figures = measure(preset, load, args.slower, args.updates, args.load_s)
+            rows.append({"load": load, "preset": preset, **{n: round(v, 4) for n, v in figures.items()}})
             shown = (
                 f"{name} {value:.1f}" if name[:4] in ("made", "leng") else f"{name} {value:.1%}"
                 for name, value in figures.items()
             )
-            print(f"load {load:g} {preset}: " + ", ".join(shown), flush=True)
+            if not args.json:
+                print(f"load {load:g} {preset}: " + ", ".join(shown), flush=True)
+    if args.json:
+        settings = {"updates": args.updates, "slower": args.slower, "batch_rows": ROWS}
+        print(json.dumps({"benchmark": "pacing", **settings, "rows": rows}, indent=1))
     return 0
 
 

@@ -4,7 +4,8 @@
 
 Makes a run of that size with the records' own writer, writes its page, opens it headless, and prints one JSON object:
 megabytes, seconds to write, milliseconds from navigation until the curves are drawn and until the episode list can
-be used, and milliseconds to open another episode and its tokens. With --runs N the page compares N copies of it.
+be used, and milliseconds to open another episode and its tokens. With --runs N the page compares N copies of it. With
+--browser and no Chromium that starts it measures nothing and prints {"left_out": the reason}.
 """
 
 from __future__ import annotations
@@ -63,11 +64,28 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, help="of an episode, on average")
     parser.add_argument("--tokens", type=int, default=40, help="of a response, on average")
     parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--browser", action="store_true", help="nothing without a browser")
     parser.add_argument("--keep", help="folder for the run and the page; default a temporary one")
     args = parser.parse_args()
+    if args.browser and (reason := no_browser()):
+        print(json.dumps({"benchmark": "report_page", "left_out": reason}))
+        return
     with tempfile.TemporaryDirectory() as folder:
         place = Path(args.keep or folder)
         print(json.dumps(measure(args, place, Path(folder)), indent=2))
+
+
+def no_browser() -> str | None:
+    """Why there is no browser, or None when one starts."""
+    try:
+        from report_browser import Browser, find_chromium
+
+        if find_chromium() is None:
+            return "no Chromium was found on the PATH"
+        with tempfile.TemporaryDirectory() as folder, Browser(Path(folder) / "profile"):
+            return None
+    except Exception as error:
+        return f"no Chromium could be started ({type(error).__name__}: {error})"
 
 
 def measure(args: argparse.Namespace, place: Path, scratch: Path) -> dict:
@@ -78,6 +96,7 @@ def measure(args: argparse.Namespace, place: Path, scratch: Path) -> dict:
     began = time.perf_counter()
     page = write_report(paths, place / "report.html", png=False).html
     result = {
+        "benchmark": "report_page",
         "episodes": args.episodes,
         "updates": args.updates,
         "runs": args.runs,

@@ -1,18 +1,19 @@
 """Turns and memory of ScienceWorld here against ScienceWorld's own environment: the same actions, in one run.
 
-    python benchmarks/scienceworld_env.py [--envs 1 4 16] [--seconds 30] [--paths FILE]
+    python benchmarks/scienceworld_env.py [--envs 1 4 16] [--seconds 30] [--paths FILE] [--at_most 600]
 
 Each environment lives in a process of its own, as in a pool, and plays gold paths one after the other. `--paths` names
 a JSON file with {"paths": [{"task", "var", "gold"}]} made without simplifications; without it a few are made first.
 Both sides are made ready before the clock starts, and every environment has then played some turns. Prints one JSON
 object: turns per second of wall time, turns per second of CPU time of all processes, resident MB of the simulators and
-of everything.
+of everything. What is not ready within --at_most seconds from the start is left out and named in "not_ready".
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import sys
 import time
 
 import gymnasium
@@ -106,7 +107,8 @@ def usage(pids):
     return cpu, resident
 
 
-def measure(kind, count, paths, seconds, warm_up):
+def measure(kind, count, paths, seconds, warm_up, until):
+    """One side with so many environments; None when they are not ready by `until` (of time.time)."""
     context = multiprocessing.get_context("spawn")
     pairs = [context.Pipe() for _ in range(count)]
     processes = [
@@ -116,7 +118,14 @@ def measure(kind, count, paths, seconds, warm_up):
     began = time.time()
     for process in processes:
         process.start()
-    found = [ours.recv() for ours, _ in pairs]
+    found = []
+    for ours, _ in pairs:
+        if not ours.poll(max(0.0, until - time.time())):
+            for process in processes:
+                process.kill()
+                process.join(30)
+            return None
+        found.append(ours.recv())
     ready = time.time() - began
     players, simulators = [p for p, _ in found], sorted({s for _, s in found})
     start = time.time()
@@ -152,7 +161,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--warm-up", type=int, default=20, help="turns of each environment before the clock")
     parser.add_argument("--paths")
+    parser.add_argument("--at_most", type=float, default=600, help="seconds after which nothing new begins")
     args = parser.parse_args()
+    until = time.time() + args.at_most
     if args.paths:
         with open(args.paths) as file:
             paths = json.load(file)["paths"]
@@ -163,11 +174,14 @@ def main():
             for t in DEFAULT
         ]
         env.close()
-    report = {}
+    report = {"benchmark": "scienceworld_env", "seconds": args.seconds, "envs": {}, "not_ready": []}
     for count in args.envs:
-        ours = measure(Ours, count, paths, args.seconds, args.warm_up)
-        stock = measure(Stock, count, paths, args.seconds, args.warm_up)
-        report[str(count)] = {
+        ours = measure(Ours, count, paths, args.seconds, args.warm_up, until)
+        stock = measure(Stock, count, paths, args.seconds, args.warm_up, until) if ours else None
+        if stock is None:
+            report["not_ready"].append(f"{count} {'stock' if ours else 'ours'}")
+            continue
+        report["envs"][str(count)] = {
             "ours": ours,
             "stock": stock,
             "times_the_turns_per_s": round(ours["turns_per_s"] / max(stock["turns_per_s"], 1e-9), 1),
@@ -176,7 +190,7 @@ def main():
             ),
             "share_of_the_simulators_memory": round(ours["simulators_mb"] / stock["simulators_mb"], 3),
         }
-        print(json.dumps({str(count): report[str(count)]}), flush=True)
+        print(json.dumps({str(count): report["envs"][str(count)]}), file=sys.stderr, flush=True)
     print(json.dumps(report, indent=1))
 
 

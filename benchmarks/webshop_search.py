@@ -1,7 +1,7 @@
 """Search in a WebShop catalogue of any size: building, and querying compiled and in NumPy, in one run.
 
 Documents are mixed from those of a base catalogue (generated, or real files by --data-dir) with rare words added.
-Prints JSON. Example: python benchmarks/webshop_search.py --documents 1180000
+Prints JSON. Example: python benchmarks/webshop_search.py --documents 10000 100000 1180000
 """
 
 from __future__ import annotations
@@ -132,30 +132,40 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
     return {"median": round(found[0], 2), "p95": round(found[1], 2), "p99": round(found[2], 2)}
 
 
+def measure(documents: int) -> dict:
+    """Build and query one size; each in a process of its own, so that its memory is its own."""
+    result: dict = {"documents": documents}
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in ("build", "serve"):
+            given = ["--documents", str(documents), "--stage", stage, "--folder", folder]
+            command = [sys.executable, __file__, *sys.argv[1:], *given]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=7200)
+            if done.returncode:
+                raise SystemExit(
+                    f"--stage {stage} of {documents} documents ended with status {done.returncode}."
+                )
+            result[stage] = json.loads(done.stdout)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=100_000)
+    parser.add_argument("--documents", type=int, nargs="+", default=[100_000])
     parser.add_argument("--queries", type=int, default=400)
     parser.add_argument("--data-dir", help="folder of real files to mix from")
     parser.add_argument("--stage", choices=["build", "serve"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.stage is None:
-        with tempfile.TemporaryDirectory() as folder:
-            result = {"documents": args.documents}
-            # Each stage in a process of its own, so that its memory is its own.
-            for stage in ("build", "serve"):
-                command = [sys.executable, __file__, *sys.argv[1:], "--stage", stage, "--folder", folder]
-                done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=7200)
-                result[stage] = json.loads(done.stdout)
-            print(json.dumps(result, indent=1))
+        rows = [measure(documents) for documents in args.documents]
+        print(json.dumps({"benchmark": "webshop_search", "rows": rows}, indent=1))
         return
     if args.stage == "build":
         texts, queries = base(args.data_dir)
         rng = np.random.default_rng(1)
         chosen = [queries[i] for i in rng.permutation(len(queries))[: args.queries]]
         (args.folder / "queries.json").write_text(json.dumps(chosen), encoding="utf-8")
-        found = mix(texts, args.documents, args.folder)
+        found = mix(texts, args.documents[-1], args.folder)
         found["peak_rss_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     else:
         queries = json.loads((args.folder / "queries.json").read_text(encoding="utf-8"))
