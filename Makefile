@@ -85,8 +85,9 @@ $(DOCS)/.installed: pyproject.toml
 docs: $(DOCS)/.installed  ## Build the documentation site into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-bench: setup  ## Run the benchmarks; JSON on stdout
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+# BENCH: options of the suite; BENCH=--docs writes the page of the documentation.
+bench: setup  ## Measure everything in less than 20 minutes; tables in runs/bench/benchmarks.md
+	$(BIN)/python benchmarks/suite.py $(BENCH)
 
 clean:  ## Remove the environment, caches and runs
 	rm -rf $(VENV) $(VLLM) build *.egg-info .pytest_cache .ruff_cache runs
