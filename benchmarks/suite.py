@@ -193,7 +193,7 @@ def run(chosen: Sequence[Part], everything: Sequence[Part], args: argparse.Names
         return 0
     facts = {"date": now(), "scale": args.scale, "data": sorted(_data(args)), "load_average": load_average()}
     facts |= {"machine": machine(), "versions": versions()}
-    suite = Suite(args.out, facts, hidden=hidden, keep=args.keep)
+    suite = Suite(args.out, facts, hidden=hidden, say=_say, keep=args.keep)
 
     def stop(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -234,6 +234,10 @@ def publish(report: dict, everything: Sequence[Part], args: argparse.Namespace) 
         shutil.copyfile(path, args.out / "benchmarks.md")
     print(f"Page: {path}")
     return path
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _data(args: argparse.Namespace) -> dict[str, str]:
