@@ -4,7 +4,8 @@
 
 Runs examples/tiny/divopd.yaml without evaluations and checkpoints and reads its metrics.jsonl. Prints one JSON object.
 Everything is counted from the end of the first update to the end of the last: before that models are loaded and pools filled.
-Shares are of that time; where learner and generator share cores, they add up to more than their sum would need alone.
+Shares are of that time by the clock. On a CPU with one thread each, generator_s, teacher_s and learner_work_s are CPU seconds
+of the thread that computes, so what a share lacks to 1 is waiting, for work or for a core; wait_s and learner_s are by the clock.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def summary(lines: list[dict]) -> dict:
     result = {"updates": len(counted), "wall_s": round(wall, 2)}
     for name in ("wait_s", "learner_s", "learner_work_s", "sync_s", "generator_s", "teacher_s"):
         result[name] = round(total(name), 2)
-    for name in ("wait", "learner", "generator", "teacher"):
+    for name in ("wait", "learner", "learner_work", "generator", "teacher"):
         result[f"{name}_share"] = round(total(f"{name}_s") / wall, 4)
     for name in ("trained_tokens", "forwarded_tokens", "generator_tokens", "teacher_tokens"):
         result[f"{name}_per_s"] = round(total(name) / wall, 1)

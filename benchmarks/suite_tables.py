@@ -250,13 +250,14 @@ def idle(result: Json) -> str:
         row("updates counted", lambda m: m["updates"]),
         row("seconds", lambda m: m["wall_s"]),
         row("learner waited", lambda m: share(m["wait_share"])),
-        row("learner at work", lambda m: share(m["learner_share"])),
-        row("generator in forward passes", lambda m: share(m["generator_share"])),
+        row("learner in updates", lambda m: share(m["learner_share"])),
+        row("learner computing", lambda m: share(m["learner_work_share"])),
+        row("generator computing", lambda m: share(m["generator_share"])),
         row("generator idle", lambda m: share(1 - m["generator_share"])),
-        row("teacher in forward passes", lambda m: share(m["teacher_share"])),
-        row("learner, CPU s of its own", lambda m: m["learner_work_s"]),
-        row("generator, s", lambda m: m["generator_s"]),
-        row("teacher, s", lambda m: m["teacher_s"]),
+        row("teacher computing", lambda m: share(m["teacher_share"])),
+        row("CPU s: learner", lambda m: m["learner_work_s"]),
+        row("CPU s: generator", lambda m: m["generator_s"]),
+        row("CPU s: teacher", lambda m: m["teacher_s"]),
         row("tokens/s: generator", lambda m: m["generator_tokens_per_s"]),
         row("tokens/s: teacher", lambda m: m["teacher_tokens_per_s"]),
         row("tokens/s: learner, forwarded", lambda m: m["forwarded_tokens_per_s"]),
@@ -266,7 +267,11 @@ def idle(result: Json) -> str:
         row("trained of those that arrived", lambda m: share(m["turns_trained_share"])),
         row("s until the end of the first update", lambda m: m["first_update_s"]),
     ]
-    return table(("", *(f"`{name}`" for name in methods)), rows)
+    told = (
+        "Shares of the time by the clock. Computing is CPU time of the thread that does it: what is missing to 100 % was spent "
+        "waiting, for work or for a core. CPU s are those of one thread each."
+    )
+    return f"{table(('', *(f'`{name}`' for name in methods)), rows)}\n\n{told}"
 
 
 def report_page(result: Json) -> str:
@@ -275,9 +280,9 @@ def report_page(result: Json) -> str:
         "write_s": "s to write it", "curves_drawn_ms": "ms until the curves are drawn",
         "list_ready_ms": "ms until the episodes are listed", "open_episode_ms": "ms to open an episode",
     }  # fmt: skip
-    return table(
-        ("a run's report", ""), [(title, result[key]) for key, title in keys.items() if key in result]
-    )
+    rows = [(title, result[key]) for key, title in keys.items() if key in result]
+    errors = f"\n\n**The page reported errors**: {'; '.join(map(number, result.get('script_errors') or ()))}"
+    return table(("a run's report", ""), rows) + (errors if result.get("script_errors") else "")
 
 
 TABLES = {

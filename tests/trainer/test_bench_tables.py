@@ -267,6 +267,13 @@ def test_shares_of_a_run_are_counted_from_the_end_of_the_first_update():
     assert (found["wall_s"], found["wait_share"], found["generator_share"]) == (10.0, 0.15, 0.5)
     assert found["trained_tokens_per_s"] == 100.0 and found["first_update_s"] == 30.0
     assert (found["turns_arrived"], found["turns_trained"], found["turns_played_in_all"]) == (200, 128, 350)
-    assert ["learner waited", "15.0 %"] in cells(tables.idle({"methods": {"divopd": found}}))
+    shown = cells(tables.idle({"methods": {"divopd": found}}))
+    assert ["learner waited", "15.0 %"] in shown and ["generator idle", "50.0 %"] in shown
     with pytest.raises(SystemExit, match="has 1 updates; two or more"):
         idle.summary(lines[:1])
+
+
+def test_errors_of_the_reports_page_are_said():
+    text = tables.report_page({"episodes": 600, "write_s": 0.25, "script_errors": []})
+    assert cells(text)[1:] == [["episodes", "600"], ["s to write it", "0.25"]] and "errors" not in text
+    assert "**The page reported errors**: a; b" in tables.report_page({"script_errors": ["a", "b"]})
