@@ -199,7 +199,8 @@ def run(chosen: Sequence[Part], everything: Sequence[Part], args: argparse.Names
     def stop(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, stop)
+    # SIGINT too: a script's background ignores it.
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     began = time.monotonic()
     try:
         failed = suite.run(chosen, 60 * args.minutes * max(1.0, args.scale))
@@ -209,7 +210,8 @@ def run(chosen: Sequence[Part], everything: Sequence[Part], args: argparse.Names
         )
         return 130
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     publish(suite.report, everything, args)
     print(f"{len(chosen)} parts in {(time.monotonic() - began) / 60:.1f} minutes.")
     if failed:

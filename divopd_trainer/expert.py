@@ -243,6 +243,10 @@ async def _record(
         await asyncio.gather(*(work() for _ in range(workers or concurrency)))
     finally:
         await pool.close()
+    if in_row and not stats["episodes"]:
+        raise PoolError(f"No episode was recorded, {len(in_row)} failed; the first: {in_row[0]}") from in_row[
+            0
+        ]
     return {**stats, "success": stats["won"] / max(1, stats["episodes"])}
 
 
