@@ -68,6 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 done, 1 the command ran and says no (data check), 2 it cannot work as asked, 130 interrupted.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output left; the interpreter must not complain about it when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _run(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help())
@@ -105,10 +117,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"divopd {name}: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of our output left; the interpreter must not complain about it when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _debugging() -> bool:

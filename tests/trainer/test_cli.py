@@ -418,3 +418,13 @@ def test_a_tiny_model_goes_from_recording_to_evaluation(tmp_path, capsys):
     code, _, err = run(argv, capsys)
     assert code == 0, err
     assert json.loads(out_file.read_text())["episodes"] == 3
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["methods"], ["--version"]])
+def test_a_reader_that_leaves_is_no_error(words):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "divopd_trainer.cli", *words]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
