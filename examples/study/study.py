@@ -104,6 +104,10 @@ def main() -> None:
         config, out = f"{HERE}/{name}.yaml", f"{options.out}/{name}"
         words = ["compare", "--config", config, "--out", out, "--methods", methods, "--seeds", seeds]
         divopd(*words, "--jobs", options.jobs, "--progress", "plain")
+    for name in sorted({name for name, *_ in COMPARISONS if options.only in (None, name)}):
+        # The comparisons' own reports know their own runs alone.
+        runs = sorted(str(done.parent) for done in Path(options.out, name).glob("*/seed-*/finished.json"))
+        divopd("report", *runs, "--out", f"{options.out}/{name}/report.html")
     if options.docs:
         command = [sys.executable, f"{HERE}/results.py", options.out, "--docs", options.docs]
         raise SystemExit(subprocess.run(command).returncode)
