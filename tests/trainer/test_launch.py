@@ -263,7 +263,8 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
 
 # The launcher in a process of its own, to be interrupted or killed.
 DRIVER = """
-import json, sys
+import json, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a script's background
 from divopd_trainer.launch import Launcher, Part
 servers, trainer, logs = json.loads(sys.argv[1])
 sys.exit(Launcher([Part(*p) for p in servers], Part(*trainer), logs, stop_timeout_s=30).run())
