@@ -15,7 +15,7 @@ from typing import Any
 from ..metrics import wilson_interval
 from ..records import Run
 
-__all__ = ["TEACHER_FILE", "EvalPoint", "RunFigures", "collect", "end_to_end_s", "number"]
+__all__ = ["TEACHER_FILE", "EvalPoint", "RunFigures", "collect", "end_to_end_s", "number", "share"]
 
 TEACHER_FILE = "teacher_eval.json"
 """Where `divopd eval --policy teacher --out` is expected in a run directory."""
@@ -161,6 +161,21 @@ class RunFigures:
         """(update, value) of a field of the train lines, where it was recorded."""
         values = ((line["update"], number(line, name)) for line in self.train)
         return [(update, value) for update, value in values if value is not None]
+
+    def mean(self, name: str) -> float | None:
+        """Mean of a field over the updates that recorded it; None when none did."""
+        values = [value for _, value in self.points(name)]
+        return sum(values) / len(values) if values else None
+
+    def sum(self, name: str) -> float | None:
+        """Sum of a field over the updates; None when none recorded it."""
+        values = [value for _, value in self.points(name)]
+        return sum(values) if values else None
+
+
+def share(part: float | None, whole: float | None) -> float | None:
+    """Part / whole; None when either is unknown or the whole is 0."""
+    return part / whole if part is not None and whole else None
 
 
 def _is_teacher(line: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from ..diagnostics import DEPTH_BANDS
 from .charts import COSTS
-from .collect import EvalPoint, RunFigures
+from .collect import EvalPoint, RunFigures, share
 from .compare import Comparison, Estimate, ratio_text
 from .episodes import RolloutScan
 from .groups import Group
@@ -184,20 +184,6 @@ def runs_table(groups: Sequence[Group]) -> str:
     return f"<details><summary>All {len(lines)} runs</summary>{_table(head, lines)}</details>"
 
 
-def _mean(run: RunFigures, name: str) -> float | None:
-    values = [value for _, value in run.points(name)]
-    return sum(values) / len(values) if values else None
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
-
-
-def _sum(run: RunFigures, name: str) -> float | None:
-    values = [value for _, value in run.points(name)]
-    return sum(values) if values else None
-
-
 def _figures() -> list[tuple[str, Callable[[RunFigures, RolloutScan], float | None], Callable]]:
     """(label, of a run and its scan, how it is written)."""
 
@@ -205,14 +191,14 @@ def _figures() -> list[tuple[str, Callable[[RunFigures, RolloutScan], float | No
         return lambda run, scan: run.totals.get(name) or None
 
     def mean(name: str) -> Callable:
-        return lambda run, scan: _mean(run, name)
+        return lambda run, scan: run.mean(name)
 
     def with_batches(of: Callable[[RolloutScan], float | None]) -> Callable:
         return lambda run, scan: of(scan) if run.run.batches else None
 
     def waiting(run: RunFigures, scan: RolloutScan) -> float | None:
-        wait, work = _sum(run, "wait_s"), _sum(run, "learner_s")
-        return None if wait is None else _share(wait, wait + (work or 0))
+        wait, work = run.sum("wait_s"), run.sum("learner_s")
+        return None if wait is None else share(wait, wait + (work or 0))
 
     return [
         ("Done rate after", lambda run, scan: run.final and run.final.done_rate, _percent),
@@ -234,14 +220,14 @@ def _figures() -> list[tuple[str, Callable[[RunFigures, RolloutScan], float | No
         ("Largest rollout's token share", mean("top1_share"), _percent),
         ("Turns per rollout in a batch", mean("turns_per_rollout"), format_number),
         ("KL per token", mean("kl_per_token"), format_number),
-        ("Dead rows", lambda run, scan: _share(_sum(run, "dead_rows"), _sum(run, "rows")), _percent),
-        ("Valid rollouts never used", with_batches(lambda s: _share(s.never_used, s.valid_rollouts)), _percent),
-        ("Valid turns trained", with_batches(lambda s: _share(s.trained_turns, s.valid_turns)), _percent),
+        ("Dead rows", lambda run, scan: share(run.sum("dead_rows"), run.sum("rows")), _percent),
+        ("Valid rollouts never used", with_batches(lambda s: share(s.never_used, s.valid_rollouts)), _percent),
+        ("Valid turns trained", with_batches(lambda s: share(s.trained_turns, s.valid_turns)), _percent),
         ("Gini of trained turns over rollouts", with_batches(lambda s: s.gini), format_number),
-        ("Turns dropped as stale", lambda run, scan: _sum(run, "dropped_stale"), format_number),
+        ("Turns dropped as stale", lambda run, scan: run.sum("dropped_stale"), format_number),
         (
             "Teacher tokens scored per token trained",
-            lambda run, scan: _share(scan.scored_tokens or None, run.totals["trained_tokens"]),
+            lambda run, scan: share(scan.scored_tokens or None, run.totals["trained_tokens"]),
             format_number,
         ),
         ("Learner waiting", waiting, _percent),

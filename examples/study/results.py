@@ -20,7 +20,8 @@ from pathlib import Path
 
 from divopd_trainer.records import read_run
 from divopd_trainer.replay import Variant, load_stream
-from divopd_trainer.report.collect import RunFigures, collect
+from divopd_trainer.report import charts
+from divopd_trainer.report.collect import RunFigures, collect, share
 from divopd_trainer.report.compare import Comparison, Estimate, compare, cost_ratio, ratio_text
 from divopd_trainer.report.groups import Group, group_runs
 from divopd_trainer.stress import load_workload, simulate
@@ -32,14 +33,13 @@ KEPT = ("metrics.jsonl", "config.yaml", "batches.jsonl.zst")
 """Files of a run that are kept with the page."""
 
 COSTS = {
-    "Tokens trained": lambda point: point.trained_tokens,
-    "Learner seconds": lambda point: point.learner_s,
-    "Generator, teacher and learner seconds": lambda point: point.end_to_end_s,
+    "Tokens trained": charts.COSTS["tokens"][1],
+    "Learner seconds": charts.COSTS["learner"][1],
+    "Generator, teacher and learner seconds": charts.COSTS["end_to_end"][1],
 }
 TITLES = {
     "alfworld": "ALFWorld, generated houses",
     "scienceworld": "ScienceWorld, two lifespan tasks",
-    "load6": "ALFWorld, generated houses, producer load 6",
 }
 
 
@@ -110,50 +110,36 @@ def _curves(group: Group, of: Callable) -> list[list[tuple[float, float]]]:
     return [[(of(point), point.rate) for point in run.evals] for run in group.runs]
 
 
-def _mean(run: RunFigures, name: str) -> float | None:
-    values = [value for _, value in run.points(name)]
-    return statistics.fmean(values) if values else None
-
-
 def _last(run: RunFigures, name: str) -> float | None:
     values = run.points(name)
     return values[-1][1] if values else None
 
 
-def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
-
-
-def _sum(run: RunFigures, name: str) -> float | None:
-    values = [value for _, value in run.points(name)]
-    return sum(values) if values else None
-
-
 COMPOSITION: dict[str, tuple[Callable[[RunFigures], float | None], str]] = {
-    "effective rollouts": (lambda run: _mean(run, "effective_rollouts"), "{:.1f}"),
-    "largest rollout's token share": (lambda run: _mean(run, "top1_share"), "{:.2f}"),
-    "turns a rollout": (lambda run: _mean(run, "turns_per_rollout"), "{:.1f}"),
-    "mean depth": (lambda run: _mean(run, "depth_mean"), "{:.1f}"),
-    "KL a token": (lambda run: _mean(run, "kl_per_token"), "{:.2f}"),
-    "dead rows": (lambda run: _share(_sum(run, "dead_rows"), _sum(run, "rows")), "{:.1%}"),
+    "effective rollouts": (lambda run: run.mean("effective_rollouts"), "{:.1f}"),
+    "largest rollout's token share": (lambda run: run.mean("top1_share"), "{:.2f}"),
+    "turns a rollout": (lambda run: run.mean("turns_per_rollout"), "{:.1f}"),
+    "mean depth": (lambda run: run.mean("depth_mean"), "{:.1f}"),
+    "KL a token": (lambda run: run.mean("kl_per_token"), "{:.2f}"),
+    "dead rows": (lambda run: share(run.sum("dead_rows"), run.sum("rows")), "{:.1%}"),
 }
 USE: dict[str, tuple[Callable[[RunFigures], float | None], str]] = {
     "rollouts never used": (
-        lambda run: _share(_last(run, "never_used"), _last(run, "valid_rollouts")),
+        lambda run: share(_last(run, "never_used"), _last(run, "valid_rollouts")),
         "{:.1%}",
     ),
-    "environment turns a row": (lambda run: _share(run.totals["env_turns"], _sum(run, "rows")), "{:.2f}"),
-    "tokens forwarded an update": (lambda run: _mean(run, "forwarded_tokens"), "{:,.0f}"),
-    "one row per turn": (lambda run: _mean(run, "forwarded_tokens_rows"), "{:,.0f}"),
+    "environment turns a row": (lambda run: share(run.totals["env_turns"], run.sum("rows")), "{:.2f}"),
+    "tokens forwarded an update": (lambda run: run.mean("forwarded_tokens"), "{:,.0f}"),
+    "one row per turn": (lambda run: run.mean("forwarded_tokens_rows"), "{:,.0f}"),
     "teacher tokens read a token trained": (
-        lambda run: _share(_sum(run, "teacher_tokens"), _sum(run, "trained_tokens")),
+        lambda run: share(run.sum("teacher_tokens"), run.sum("trained_tokens")),
         "{:.1f}",
     ),
-    "generator s": (lambda run: _sum(run, "generator_s"), "{:.0f}"),
-    "teacher s": (lambda run: _sum(run, "teacher_s"), "{:.0f}"),
-    "learner s": (lambda run: _sum(run, "learner_work_s"), "{:.0f}"),
+    "generator s": (lambda run: run.sum("generator_s"), "{:.0f}"),
+    "teacher s": (lambda run: run.sum("teacher_s"), "{:.0f}"),
+    "learner s": (lambda run: run.sum("learner_work_s"), "{:.0f}"),
     "learner waiting": (
-        lambda run: _share(_sum(run, "wait_s"), (_sum(run, "wait_s") or 0) + (_sum(run, "learner_s") or 0)),
+        lambda run: share(run.sum("wait_s"), (run.sum("wait_s") or 0) + (run.sum("learner_s") or 0)),
         "{:.0%}",
     ),
 }

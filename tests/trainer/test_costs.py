@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 
 from divopd_trainer.costs import COSTS, CostMeter, engine_costs, work_clock
+from divopd_trainer.report.collect import end_to_end_s
 
 
 def test_totals_add_up_over_teachers_and_engines_without_counters_cost_nothing():
@@ -57,3 +58,10 @@ def test_where_others_do_the_work_seconds_count():
         begun = clock()
         time.sleep(0.05)
         assert clock() - begun >= 0.05
+
+
+def test_the_report_counts_the_learners_own_work_and_all_its_seconds_where_no_more_is_known():
+    line = {"generator_s": 1.0, "teacher_s": 2.0, "learner_s": 10.0}
+    assert end_to_end_s(line) == 13.0
+    assert end_to_end_s({**line, "learner_work_s": 4.0}) == 7.0
+    assert end_to_end_s({"generator_s": 1.0, "learner_s": 10.0}) is None
