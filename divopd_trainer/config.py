@@ -93,8 +93,8 @@ class DivOPDConfig(AsyncDistillationConfig):
     )
     weight_sync: str | None = _option(
         None,
-        "vllm: how weights get to the student's servers: 'file' (whole policies), 'lora' (adapters) or an importable "
-        "factory; null: as the training does, see lora_rank.",
+        "vllm: how weights get to the student's servers: 'file' (whole policies), 'nccl' (whole policies, without a shared "
+        "folder), 'lora' (adapters) or an importable factory; null: lora where lora_rank is above 0, else file.",
     )
     sync_probes: int = _option(
         3,

@@ -86,12 +86,26 @@ def plan_run(config: Any, train_argv: Sequence[str]) -> tuple[list[Part], Part]:
         if addresses := [c.address for c in commands if c.role == role]:
             options += [f"--{role}_urls", *addresses]
     gpus = learner_gpus(settings, commands)
+    _check_broadcast(config, gpus, commands)
     command = [sys.executable, "-m", "divopd_trainer.cli", "train", *options]
     if len(gpus) > 1:
         accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(len(gpus))]
         command = [*accelerate, "-m", "divopd_trainer.cli", "train", *options]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
     return servers, Part("trainer", command, env)
+
+
+def _check_broadcast(config: Any, gpus: Sequence[int], servers: Sequence[ServerCommand]) -> None:
+    """NCCL takes a GPU once: the one that weights are sent from must be no server's that receives them."""
+    if config.weight_sync != "nccl":
+        return
+    receiving = {s.env.get("CUDA_VISIBLE_DEVICES") for s in servers if s.role != "teacher"}
+    if not gpus or str(gpus[0]) in receiving:
+        what = f"learner and students share GPU {gpus[0]}" if gpus else "there is no GPU"
+        raise ConfigError(
+            f"weight_sync is 'nccl', but {what}; expected the learner's first GPU to be no student's. Give the learner "
+            "one of its own (launch.gpus, launch.learner_gpus), or set weight_sync to file."
+        )
 
 
 class Launcher:

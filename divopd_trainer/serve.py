@@ -42,7 +42,7 @@ class LaunchSettings:
         python: Interpreter of the environment that has vLLM (and, for ``weight_sync: file``, divopd); null: this one.
         student_servers: Servers of the student.
         teacher_servers: Servers of each teacher.
-        eval_servers: Student servers for evaluations alone; null: one where ``weight_sync: file`` needs it.
+        eval_servers: Student servers for evaluations alone; null: one where ``weight_sync`` file or nccl needs it.
         host: Address to listen on.
         port: Of the first server; the others follow.
         device: "gpu", "cpu", or "auto".
@@ -260,8 +260,8 @@ def _flags(config: Any, settings: LaunchSettings, role: str, model: str, evaluat
             # Versions that turns may still be of, the one that is being loaded, and one that is evaluated.
             slots = config.max_staleness + 2 + (1 if config.evaluates and not evaluators else 0)
             flags += ["--enable-lora", "--max-loras", str(slots), "--max-lora-rank", str(rank)]
-        elif config.weight_sync == "file":
-            flags += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
+        elif config.weight_sync in (BACKEND, "nccl"):
+            flags += ["--weight-transfer-config", json.dumps({"backend": config.weight_sync})]
     sequences = settings.max_num_seqs or (None if settings.on_gpu else 16)
     flags += ["--max-num-seqs", str(sequences)] if sequences else []
     if not settings.on_gpu:

@@ -18,6 +18,7 @@ __all__ = ["WAYS", "WeightSync", "make_weight_sync"]
 
 WAYS: dict[str, str] = {
     "file": "divopd_trainer.engines.vllm_sync:files",
+    "nccl": "divopd_trainer.engines.vllm_nccl:broadcast",
     "lora": "divopd_trainer.engines.vllm_sync:adapters",
 }
 """Names that the setting ``weight_sync`` may have, and the factory "module:function" of each."""

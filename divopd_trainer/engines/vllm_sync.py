@@ -20,7 +20,7 @@ from divopd_trainer.engines.http import Server, ServerRefusal, ServerUnavailable
 from divopd_trainer.engines.sync_probe import check_served, read_probe
 from divopd_trainer.vllm_plugin import BACKEND, UNCHANGED
 
-__all__ = ["AdapterSync", "FileSync", "SyncRefused", "adapters", "files"]
+__all__ = ["AdapterSync", "FileSync", "SyncRefused", "WholePolicySync", "adapters", "files"]
 
 _CONTROL_S = 60.0
 _TRANSFER_S = 1800.0
@@ -30,33 +30,34 @@ class SyncRefused(EngineError):
     """A server cannot take weights in this way, whatever is tried again."""
 
 
-class FileSync:
-    """Whole policies through vLLM's weight-transfer engine ``file`` (see `divopd_trainer.vllm_file`).
+class WholePolicySync:
+    """Whole policies: the server stands still while its weights are replaced, and has one version at a time.
 
     Attributes:
+        backend: The server's weight-transfer engine.
+        needs: What its environment must have for it, as part of a sentence.
         gaps: Differences between served and trained log-probs that were measured, in nats.
     """
 
     adapters = False
+    backend = ""
+    needs = ""
 
     def __init__(self) -> None:
         self.gaps: list[float] = []
 
     async def push(self, server: Server, source: Any, version: int, load: int) -> None:
-        """Stop the server, have it read the file, let it go on, and compare.
+        """Stop the server, replace its weights, let it go on, and compare.
 
         Raises:
-            SyncRefused: It was not started for this, cannot read the file, or has another model.
+            SyncRefused: It was not started for this, cannot read the weights, or has another model.
             SyncMismatch: It serves something else afterwards.
             ServerUnavailable: It does not answer.
         """
-        path = str(Path(source).resolve())
         # Requests of somebody else are called off rather than finished with other weights; ours are done.
         await self._call(server, "/pause?mode=abort")
         try:
-            await self._start(server)
-            await self._call(server, "/update_weights", {"update_info": {"path": path}}, _TRANSFER_S)
-            await self._call(server, "/finish_weight_update", {"weight_version": str(version)}, _TRANSFER_S)
+            await self.transfer(server, Path(source).resolve(), version)
         except SyncRefused as error:
             # With half of the new weights it must not go on.
             if UNCHANGED in str(error):
@@ -66,8 +67,48 @@ class FileSync:
         if (probe := await asyncio.to_thread(read_probe, source)) is not None:
             self.gaps.append(await check_served(server, probe, None))
 
+    async def transfer(self, server: Server, policy: Path, version: int) -> None:
+        """Replace the weights of a server that stands still; errors as of `push`."""
+        raise NotImplementedError
+
     async def retire(self, server: Server, model: str) -> None:
         """Nothing is kept."""
+
+    @property
+    def _flag(self) -> str:
+        return f"""--weight-transfer-config '{{"backend": "{self.backend}"}}'{self.needs}"""
+
+    async def _call(self, server: Server, path: str, body: Any = None, timeout_s: float = _CONTROL_S) -> None:
+        try:
+            await server.post(path, body, timeout_s)
+        except ServerRefusal as error:
+            if error.status in (404, 405):
+                raise SyncRefused(
+                    f"{server.url} has no {path.partition('?')[0]} ({error.status}); it takes no weights while it runs. Start "
+                    f"it with VLLM_SERVER_DEV_MODE=1 in its environment and {self._flag}."
+                ) from error
+            raise SyncRefused(str(error)) from error
+        except ServerUnavailable as error:
+            if "Weight transfer not configured" in str(error):
+                raise SyncRefused(
+                    f"{UNCHANGED} {server.url} was started without weight transfer. Start it with {self._flag}."
+                ) from error
+            if "Worker failed with error" in str(error):
+                raise SyncRefused(str(error)) from error
+            raise
+
+
+class FileSync(WholePolicySync):
+    """Whole policies through vLLM's weight-transfer engine ``file`` (see `divopd_trainer.vllm_file`)."""
+
+    backend = BACKEND
+    needs = ", with divopd installed in its environment"
+
+    async def transfer(self, server: Server, policy: Path, version: int) -> None:
+        """Have the server read the file."""
+        await self._start(server)
+        await self._call(server, "/update_weights", {"update_info": {"path": str(policy)}}, _TRANSFER_S)
+        await self._call(server, "/finish_weight_update", {"weight_version": str(version)}, _TRANSFER_S)
 
     async def _start(self, server: Server) -> None:
         try:
@@ -79,28 +120,6 @@ class FileSync:
             await self._call(server, "/finish_weight_update", {})
             await self._call(server, "/start_weight_update")
 
-    async def _call(self, server: Server, path: str, body: Any = None, timeout_s: float = _CONTROL_S) -> None:
-        flag = f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}'"""
-        try:
-            await server.post(path, body, timeout_s)
-        except ServerRefusal as error:
-            if error.status in (404, 405):
-                raise SyncRefused(
-                    f"{server.url} has no {path.partition('?')[0]} ({error.status}); it takes no weights while it runs. Start "
-                    f"it with VLLM_SERVER_DEV_MODE=1 in its environment and {flag}, with divopd installed in that "
-                    "environment."
-                ) from error
-            raise SyncRefused(str(error)) from error
-        except ServerUnavailable as error:
-            if "Weight transfer not configured" in str(error):
-                raise SyncRefused(
-                    f"{UNCHANGED} {server.url} was started without weight transfer. Start it with {flag}, with divopd "
-                    "installed in its environment."
-                ) from error
-            if "Worker failed with error" in str(error):
-                raise SyncRefused(str(error)) from error
-            raise
-
 
 class AdapterSync:
     """LoRA adapters: a server holds several versions at once, each under a name of its own.
@@ -109,7 +128,7 @@ class AdapterSync:
         purpose: "train" or "eval"; part of the names.
 
     Attributes:
-        gaps: See `FileSync`.
+        gaps: See `WholePolicySync`.
     """
 
     adapters = True

@@ -107,9 +107,10 @@ class FakeVLLM:
                 fake._get(self)
 
             def do_POST(self):
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                if body:  # else the connection was broken by `stop`
-                    fake._post(self, json.loads(body))
+                length = int(self.headers.get("content-length") or 0)
+                body = self.rfile.read(length)
+                if len(body) == length:  # else the connection was broken by `stop`
+                    fake._post(self, json.loads(body or "null"))
 
         class Http(ThreadingHTTPServer):
             daemon_threads, block_on_close, allow_reuse_address, request_queue_size = True, False, True, 256

@@ -19,7 +19,7 @@ from divopd_trainer import serve
 from divopd_trainer.commands.launch import main as launch_main
 from divopd_trainer.commands.launch import split
 from divopd_trainer.commands.serve import main as serve_main
-from divopd_trainer.launch import Launcher, LaunchError, Part
+from divopd_trainer.launch import Launcher, LaunchError, Part, plan_run
 from divopd_trainer.serve import LaunchSettings, learner_gpus, server_commands
 
 # Answers /health after a while; its own child would survive a careless launcher, as it has left the group.
@@ -153,6 +153,19 @@ def test_gpus_are_shared_out_and_the_learner_keeps_its_own(monkeypatch):
     shares = [float(flag(c, "--gpu-memory-utilization")) for c in alone]
     assert sum(shares) < 0.7
     assert learner_gpus(LaunchSettings(device="gpu"), alone) == [0]
+
+
+def test_weights_are_broadcast_from_a_gpu_that_no_student_has(monkeypatch):
+    settings = run_settings(weight_sync="nccl", launch={"device": "gpu"})
+    monkeypatch.setattr(serve, "visible_gpus", lambda: [0, 1, 2])
+    servers, trainer = plan_run(settings, [])
+    assert '{"backend": "nccl"}' in servers[0].argv
+    assert trainer.env["CUDA_VISIBLE_DEVICES"] == "2"
+    monkeypatch.setattr(serve, "visible_gpus", lambda: [0])
+    with pytest.raises(ConfigError, match="share GPU 0.*weight_sync to file"):
+        plan_run(settings, [])
+    with pytest.raises(ConfigError, match="there is no GPU"):
+        plan_run(run_settings(weight_sync="nccl", launch={"device": "cpu"}), [])
 
 
 @pytest.mark.parametrize(
