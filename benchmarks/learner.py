@@ -1,7 +1,8 @@
-"""Learner cost of one batch under three layouts, on the same rollouts and with the same gradient, as JSON.
+r"""Learner cost of one batch under three layouts, on the same rollouts and with the same gradient, as JSON.
 
     python benchmarks/learner.py [--run RUN_DIR] [--turns 10 20 40] [--layers 2 --hidden 128] [--repeats 3]
-    python benchmarks/learner.py --device cuda --dtype bfloat16 --layers 12 --hidden 1024 --peak_tflops 990
+    python benchmarks/learner.py --device cuda --dtype bfloat16 --attention kernels-community/flash-attn3 \
+        --layers 12 --hidden 1024 --peak_tflops 990
 
 - merged: a rollout's selected turns are one sequence up to the last of them (this project's packing).
 - row_per_turn: every turn is a sequence of its own, prompt and response (the same packing, merging off).
@@ -31,6 +32,7 @@ from trl.experimental.async_distillation.async_distillation_trainer import (
     TokenBudgetBatcher,
 )
 
+from divopd_trainer.attention import default_layout
 from divopd_trainer.composer import BatchComposer
 from divopd_trainer.losses import forward_logprobs, sampled_reverse_kl, select_logprobs
 from divopd_trainer.packing import pack
@@ -78,7 +80,8 @@ def recorded_rollouts(run_dir: str, count: int, turns: int) -> list[Rollout]:
 
 
 def ours(model: Qwen3ForCausalLM, rows: list[Turn], merge: bool, budget: int) -> dict:
-    micro_batches = pack(rows, uniform_weights(rows), merge=merge, max_tokens=budget, layout="padded")
+    layout = default_layout(model.config)
+    micro_batches = pack(rows, uniform_weights(rows), merge=merge, max_tokens=budget, layout=layout)
     for micro in micro_batches:
         micro = micro.to(model.device)
         logp = forward_logprobs(model, micro)
@@ -187,7 +190,8 @@ def build(args: argparse.Namespace, vocab: int) -> Qwen3ForCausalLM:
         num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=args.hidden // heads,
         max_position_embeddings=32768, tie_word_embeddings=True,
     )  # fmt: skip
-    return Qwen3ForCausalLM(config).train().to(args.device, getattr(torch, args.dtype))
+    model = Qwen3ForCausalLM._from_config(config, attn_implementation=args.attention)
+    return model.train().to(args.device, getattr(torch, args.dtype))
 
 
 def at_depth(args: argparse.Namespace, turns_of_rollout: int) -> dict:
@@ -240,13 +244,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--attention",
+        default="sdpa",
+        help="transformers' attn_implementation; on a GPU in bfloat16 kernels-community/flash-attn3",
+    )
     parser.add_argument("--peak_tflops", type=float, help="the device's peak in this dtype, for the MFU")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch finds no GPU here; expected one. Use --device cpu.")
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    report = {"benchmark": "learner", "device": args.device, "dtype": args.dtype}
+    report = {"benchmark": "learner"} | {
+        name: getattr(args, name) for name in ("device", "dtype", "attention")
+    }
     if args.device == "cuda":
         report["gpu"] = torch.cuda.get_device_name()
     report |= {"peak_tflops": args.peak_tflops, "depths": [at_depth(args, turns) for turns in args.turns]}

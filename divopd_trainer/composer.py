@@ -16,8 +16,9 @@ from divopd_gym.errors import ConfigError
 
 from .composer_auto import QueuePressure, covering_cap
 from .composer_cost import CostReference, buy, check_costed, merged_tokens
+from .registry import resolve
 
-__all__ = ["PRESETS", "Batch", "BatchComposer", "ComposableTurn", "Preset"]
+__all__ = ["PRESETS", "Batch", "BatchComposer", "ComposableTurn", "Preset", "make_composer"]
 
 STATE_SCHEMA = 1
 _MASK = (1 << 64) - 1
@@ -429,3 +430,19 @@ def _mixed(state: int, value: int) -> int:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
     return state ^ (state >> 31)
+
+
+def make_composer(args: Any) -> BatchComposer:
+    """The composer that a `DivOPDConfig` names: a preset of ours, or an object with the methods of `BatchComposer`."""
+    settings = {
+        "batch_rows": args.batch_rows,
+        "pool_multiplier": args.pool_multiplier,
+        "cap": args.cap,
+        "max_staleness": args.max_staleness,
+        "max_pending_age": args.max_pending_age,
+        "seed": args.seed,
+        "token_budget": args.token_budget,
+    }
+    if args.composer in PRESETS:
+        return BatchComposer(args.composer, **settings)
+    return resolve("composer", args.composer)(**settings)

@@ -254,7 +254,7 @@ class DivOPDConfig(AsyncDistillationConfig):
     )
     packing_layout: str = _option(
         "auto",
-        "'padded' rows, 'packed' rows (sequences end to end), or 'auto': padded on a CPU, packed on a GPU.",
+        "'padded' rows, 'packed' rows (sequences end to end), or 'auto': packed with FlashAttention, padded without.",
     )
     max_microbatch_tokens: int = _option(16384, "Tokens of one forward pass, padding included.")
     explorer_threads: int = _option(1, "CPU threads of each engine in the explorer.")

@@ -32,8 +32,9 @@ from divopd_gym.errors import ConfigError  # noqa: E402
 from . import checkpoint as checkpoints  # noqa: E402
 from . import losses  # noqa: E402
 from .advantage import Advantage  # noqa: E402
+from .attention import attention_options, default_layout  # noqa: E402
 from .collator import PackOptions  # noqa: E402
-from .composer import PRESETS, BatchComposer  # noqa: E402
+from .composer import BatchComposer, make_composer  # noqa: E402
 from .config import DivOPDConfig  # noqa: E402
 from .costs import work_clock  # noqa: E402
 from .engines.adapter_files import make_lora  # noqa: E402
@@ -41,7 +42,7 @@ from .extrapolation import Extrapolation  # noqa: E402
 from .handover import HandOver  # noqa: E402
 from .packing import MicroBatch  # noqa: E402
 from .policy_files import PolicyFiles  # noqa: E402
-from .registry import build, resolve  # noqa: E402
+from .registry import build  # noqa: E402
 from .run_dir import RunDir  # noqa: E402
 from .session import RunSession, TrainingError  # noqa: E402
 from .sharding import prepare_sharding  # noqa: E402
@@ -101,7 +102,8 @@ class DivOPDTrainer(AsyncDistillationTrainer):
             side_state = checkpoints.load_side_state(self._resume) if self._resume else None
             worker = explorer(side_state and side_state.explorer, self._resume)
         on_gpu = torch.cuda.is_available() and not args.use_cpu
-        args.model_init_kwargs = {"attn_implementation": "sdpa"} | dict(args.model_init_kwargs or {})
+        attention = attention_options(on_gpu, bool(args.bf16 or args.fp16))
+        args.model_init_kwargs = attention | dict(args.model_init_kwargs or {})
         if peft_config is None and args.lora_rank:
             peft_config = make_lora(args.lora_rank, args.lora_alpha, args.lora_targets)
         self.args = args
@@ -154,7 +156,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         """How chosen turns become tensors on this machine."""
         layout = self.args.packing_layout
         if layout == "auto":
-            layout = "packed" if self.accelerator.device.type == "cuda" else "padded"
+            layout = default_layout(self.accelerator.unwrap_model(self.model).config)
         return PackOptions(
             merge=self.args.merge_packing,
             max_tokens=self.args.max_microbatch_tokens,
@@ -485,19 +487,3 @@ def _peak_flops_only_on_gpu(on_gpu: bool) -> Iterator[None]:
         yield
     finally:
         trl_module.get_peak_flops_per_device = original
-
-
-def make_composer(args: DivOPDConfig) -> BatchComposer:
-    """The composer that the settings name: a preset of ours, or an object with the methods of `BatchComposer`."""
-    settings = {
-        "batch_rows": args.batch_rows,
-        "pool_multiplier": args.pool_multiplier,
-        "cap": args.cap,
-        "max_staleness": args.max_staleness,
-        "max_pending_age": args.max_pending_age,
-        "seed": args.seed,
-        "token_budget": args.token_budget,
-    }
-    if args.composer in PRESETS:
-        return BatchComposer(args.composer, **settings)
-    return resolve("composer", args.composer)(**settings)
