@@ -17,6 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from divopd_trainer.costs import TROUBLES  # noqa: E402
 from divopd_trainer.metrics_log import read_metrics  # noqa: E402
 from divopd_trainer.records import read_batches, read_rollouts  # noqa: E402
 from divopd_trainer.seeds import request_seed  # noqa: E402
@@ -199,10 +200,14 @@ class FaultRun:
         return self.out.read_text()
 
     def said(self):
-        """What it printed since the last call, updates left out."""
+        """What it printed since the last call, updates left out.
+
+        So are its sums of servers' troubles: they come at most every half minute, and may be of the fault before.
+        """
         lines = self.text()[self._mark :].splitlines()
         self._mark = len(self.text())
-        return [line for line in lines if line.strip() and not re.search(r"\] update \d+/", line)]
+        left_out = "|".join([r"\] update \d+/", *map(re.escape, TROUBLES.values())])
+        return [line for line in lines if line.strip() and not re.search(left_out, line, re.IGNORECASE)]
 
     def counters(self):
         """The explorer's newest totals of what went wrong."""

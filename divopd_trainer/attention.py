@@ -34,5 +34,5 @@ def attention_options(on_gpu: bool, half: bool) -> dict[str, Any]:
 
 
 def default_layout(model_config: Any) -> str:
-    """ "packed" for a model that computes with FlashAttention, "padded" for any other."""
+    """The layout "packed" for a model that computes with FlashAttention, "padded" for any other."""
     return "packed" if is_flash_attention_requested(model_config) else "padded"

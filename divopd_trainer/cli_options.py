@@ -98,7 +98,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(
-            f"There is no configuration file {path}; expected a YAML mapping of options. Check the path."
+            f"There is no configuration file {path}; expected a YAML mapping of settings. Check the path."
         )
     try:
         values = yaml.safe_load(path.read_text("utf-8"))
@@ -107,7 +107,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; expected a YAML mapping (option: value).")
+        raise ConfigError(
+            f"{path} holds a {type(values).__name__}; expected a YAML mapping of settings (name: value)."
+        )
     return values
 
 

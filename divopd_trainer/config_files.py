@@ -18,6 +18,7 @@ import yaml
 
 from divopd_gym.errors import ConfigError
 
+from .cli_options import read_yaml
 from .config import RECOVERY_OPTIONS, DivOPDConfig
 from .methods import MERGED, method_settings
 from .registry import SEAMS, import_plugins
@@ -177,7 +178,7 @@ def take_option(argv: list[str], name: str) -> tuple[list[str], str | None]:
 
 def _read_settings(path: str | os.PathLike, profile: str | None) -> dict[str, Any]:
     """A file's settings, those of one of its profiles on top."""
-    values = _read_yaml(path)
+    values = read_yaml(path)
     profiles = values.pop(PROFILES, None) or {}
     if not isinstance(profiles, dict) or not all(isinstance(one, dict) for one in profiles.values()):
         raise ConfigError(
@@ -193,23 +194,6 @@ def _read_settings(path: str | os.PathLike, profile: str | None) -> dict[str, An
             f"{path} has no profile {profile!r}; it has {there}. Choose one of these, or leave --profile out."
         )
     return {**values, **profiles[profile]}
-
-
-def _read_yaml(path: str | os.PathLike) -> dict[str, Any]:
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(
-            f"There is no configuration file {path}; expected a YAML mapping of settings. Check the path."
-        )
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}. Mend the line that is named.") from error
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path} holds {type(values).__name__}; expected a YAML mapping of settings (name: value)."
-        )
-    return values
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
