@@ -61,6 +61,11 @@ def check_servers(config: Any, tokenizers: Mapping[str | None, Any], sync: Any) 
             f"weight_sync {config.weight_sync!r} lets a server hold one version only, so evaluations need servers of "
             "their own. Set eval_urls, train adapters, or set eval_every 0, eval_at_start and eval_at_end false."
         )
+    if not sync.adapters and (both := sorted(set(config.student_urls or ()) & set(config.eval_urls or ()))):
+        raise ConfigError(
+            f"{both[0]} is in student_urls and in eval_urls, but weight_sync {config.weight_sync!r} lets a server hold one "
+            "version only. Start another server for evaluations, or train adapters."
+        )
     return asyncio.run(_check_all(config, tokenizers, sync))
 
 

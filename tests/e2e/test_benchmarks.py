@@ -89,7 +89,8 @@ def test_twenty_updates_from_the_experts_episodes_to_the_report(name, tmp_path):
 
     explorer = read_metrics(run.dir, ["explorer"])[-1]
     assert explorer["episodes_failed"] == explorer["evaluations_failed"] == explorer["env_env_errors"] == 0
-    assert explorer["context_overflows"] == 0
+    # WebShop's pages differ in length, and which of them a sampled student opens depends on the clock.
+    assert explorer["context_overflows"] <= 0.05 * explorer["episodes"]
     # A student that the expert has warmed does something that the environment understands, if not what is asked.
     assert explorer["valid_turns"] > 0.8 * explorer["turns"] > 0
     assert explorer["invalid_actions"] < 0.9 * explorer["turns"]

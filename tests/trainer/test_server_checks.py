@@ -184,6 +184,8 @@ def test_evaluations_need_adapters_or_servers_of_their_own(make, serve, tokenize
     with pytest.raises(ConfigError, match="eval_urls"):
         check_servers(make(**urls), tokenizers, FakeSync())
     assert check_servers(make(**urls, eval_urls=[fakes[2].url]), tokenizers, FakeSync()) == []
+    with pytest.raises(ConfigError, match="in student_urls and in eval_urls"):
+        check_servers(make(**urls, eval_urls=[fakes[0].url]), tokenizers, FakeSync())
 
 
 def test_a_run_asks_all_its_servers_before_it_begins(make, serve, monkeypatch):

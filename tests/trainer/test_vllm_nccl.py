@@ -1,6 +1,8 @@
 """Weights over NCCL: TRL's client and a fake server, whose group is a queue instead of a communicator."""
 
 import asyncio
+import contextlib
+import os
 import queue
 import threading
 import time
@@ -13,6 +15,7 @@ from fake_vllm import VOCAB, FakeVLLM, reference_scores
 from trl.experimental.async_distillation import weight_transfer
 
 from divopd_gym.errors import ConfigError
+from divopd_trainer.engines import vllm_nccl
 from divopd_trainer.engines.base import GenerateRequest
 from divopd_trainer.engines.http import Server, ServerUnavailable
 from divopd_trainer.engines.sync import make_weight_sync
@@ -25,11 +28,21 @@ PROMPT = np.arange(2, 8, dtype=np.int32)
 
 
 class Group:
-    """Both ends of a communicator."""
+    """Both ends of a communicator: a broadcast ends when the other end takes it, or when it is called off."""
 
     def __init__(self):
-        self.tensors, self.alive = queue.Queue(), True
+        self.tensors, self.alive, self.aborted = queue.Queue(maxsize=1), True, False
         self.group = SimpleNamespace(store=None, socket=None)
+
+    def put(self, item):
+        while True:
+            if self.aborted:
+                raise RuntimeError("called off")
+            with contextlib.suppress(queue.Full):
+                return self.tensors.put(item, timeout=0.02)
+
+    def destroy(self):
+        self.aborted = True
 
 
 class NCCLServer(FakeVLLM):
@@ -99,6 +112,7 @@ class NCCLServer(FakeVLLM):
             assert (got, str(tensor.dtype), list(tensor.shape)) == (name, f"torch.{dtype}", shape)
             if name == "weights":
                 self.weights = int(tensor[0])
+        assert self.group.tensors.get(timeout=20) == ("end", None)
         self.loads += 1
         return None
 
@@ -117,10 +131,15 @@ def no_gpu(monkeypatch):
     def join(info):
         return NCCLServer.groups.setdefault(info["master_port"], Group())
 
+    # All broadcasts of a process go through the same streams.
+    streams = threading.Lock()
+
     def send(iterator, group, src, post_iter_func):
-        assert group.alive, "a broadcast to nobody would never end"
-        for item in iterator:
-            group.tensors.put((item[0], post_iter_func(item).clone()))
+        with streams:
+            assert group.alive, "a broadcast to nobody would never end"
+            for item in iterator:
+                group.put((item[0], post_iter_func(item).clone()))
+            group.put(("end", None))
 
     NCCLServer.groups.clear()
     for name, value in {
@@ -235,15 +254,12 @@ def test_a_restarted_server_joins_a_new_group_and_gets_the_weights_before_it_ser
     assert len(server.inits) == len(set(server.inits)) == 2
 
 
-def test_a_server_that_does_not_tell_its_lives_apart_gets_a_new_group_every_time(server, tmp_path):
+def test_a_server_that_does_not_tell_its_lives_apart_is_refused(server, tmp_path):
     server.tells_identity = False
-
-    async def use(student):
-        for version in (1, 2):
-            await student.load_weights(policy(tmp_path, version), version)
-
-    play([server], use)
-    assert (len(server.inits), server.weights) == (2, 2)
+    with pytest.raises(SyncRefused, match="does not say when it was started"):
+        play([server], lambda student: student.load_weights(policy(tmp_path, 1), 1))
+    assert not server.paused
+    assert server.inits == []
 
 
 def test_an_update_left_open_by_somebody_who_was_killed_is_closed_first(server, tmp_path):
@@ -265,10 +281,55 @@ def test_a_failed_transfer_is_made_again_in_a_new_group(server, tmp_path):
     assert len(server.inits) == 2
 
 
-@pytest.mark.parametrize("answer", [(404, "Not Found"), (500, "Weight transfer not configured")])
-def test_a_server_not_started_for_it_is_told_the_flags_and_goes_on(server, tmp_path, answer):
+def test_a_server_that_fails_while_it_receives_holds_up_no_other(tmp_path):
+    fakes = [NCCLServer(), NCCLServer()]
+    try:
+
+        async def use(student):
+            await student.load_weights(policy(tmp_path, 1), 1)
+            fakes[0].answers["/update_weights"] = (500, "Worker failed with error 'CUDA out of memory'")
+            await student.load_weights(policy(tmp_path, 2), 2)
+            while fakes[0].weights != 2:
+                await asyncio.sleep(0.05)
+
+        play(fakes, use)
+        assert [fake.weights for fake in fakes] == [2, 2]
+        assert [len(fake.inits) for fake in fakes] == [2, 1]
+    finally:
+        for fake in fakes:
+            fake.stop()
+
+
+def test_an_error_of_the_sending_side_is_told_at_once_with_its_cause(server, tmp_path, monkeypatch):
+    read = vllm_nccl._Tensors._read
+
+    def some(self, *args):
+        try:
+            yield next(read(self, *args))
+            raise MemoryError("no room for weights")
+        except MemoryError as error:
+            self.error = error
+            raise
+
+    monkeypatch.setattr(vllm_nccl._Tensors, "_read", some)
+    began = time.monotonic()
+    with pytest.raises(ServerUnavailable, match="no room for weights.*must be started anew"):
+        play([server], lambda student: student.load_weights(policy(tmp_path, 1), 1))
+    assert time.monotonic() - began < 15
+    assert all(group.aborted for group in NCCLServer.groups.values())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (404, "Not Found"),
+        (500, "Weight transfer not configured"),
+        (500, "Worker failed with error 'Duplicate GPU detected'"),
+    ],
+)
+def test_a_server_that_can_join_no_group_is_told_why_and_goes_on(server, tmp_path, answer):
     server.answers["/init_weight_transfer_engine"] = answer
-    with pytest.raises(SyncRefused, match='VLLM_SERVER_DEV_MODE=1.*"backend": "nccl"'):
+    with pytest.raises(SyncRefused, match='VLLM_SERVER_DEV_MODE=1.*"backend": "nccl".*another GPU'):
         play([server], lambda student: student.load_weights(policy(tmp_path, 1), 1))
     assert not server.paused
 
@@ -281,24 +342,46 @@ def test_a_policy_that_cannot_be_read_is_refused_and_the_server_goes_on(server, 
     assert server.inits == []
 
 
-def test_a_broadcast_that_never_ends_costs_its_deadline_and_holds_nothing_up(server, tmp_path, monkeypatch):
-    release = threading.Event()
-    monkeypatch.setattr(
-        weight_transfer,
-        "packed_nccl_broadcast_producer",
-        lambda **kwargs: release.wait(60),
-    )
-    began = time.monotonic()
-    with pytest.raises(ServerUnavailable, match="within 1 s"):
-        play([server], lambda student: student.load_weights(policy(tmp_path, 1), 1), load_timeout_s=1.0)
-    stuck = [thread for thread in threading.enumerate() if thread.name == "divopd-nccl"]
-    assert time.monotonic() - began < 15
-    assert stuck
-    assert all(thread.daemon for thread in stuck)
-    for group in NCCLServer.groups.values():
-        group.tensors.put(("embed.weight", torch.zeros(4, 3, dtype=torch.bfloat16)))
-        group.tensors.put(("weights", torch.zeros(1)))
-    release.set()
+def test_a_transfer_that_never_ends_costs_its_deadline_and_is_called_off(server, tmp_path, monkeypatch):
+    reached, release = threading.Event(), threading.Event()
+
+    def receive(body):
+        reached.set()
+        release.wait(60)
+
+    server._update_weights = receive
+    try:
+        with pytest.raises(ServerUnavailable, match="within 4 s"):
+            play([server], lambda student: student.load_weights(policy(tmp_path, 1), 1), load_timeout_s=4.0)
+        assert reached.is_set()
+        stuck = [thread for thread in threading.enumerate() if thread.name == "divopd-nccl"]
+        assert all(thread.daemon for thread in stuck)
+        assert all(group.aborted for group in NCCLServer.groups.values())
+    finally:
+        release.set()
+    # The thread that was left behind says nothing more to the server.
+    for thread in stuck:
+        thread.join(20)
+    assert [path for path, _ in server.requests].count("/finish_weight_update") == 1
+
+
+def test_proxies_of_the_environment_are_not_asked(server, tmp_path, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "elsewhere")
+    play([server], lambda student: student.load_weights(policy(tmp_path, 6), 6))
+    assert server.weights == 6
+    assert os.environ["NO_PROXY"] == "elsewhere,127.0.0.1"
+
+
+def test_weights_are_not_sent_from_a_gpu_without_room_for_the_buffers(server, tmp_path, monkeypatch):
+    sync = NCCLSync(20.0, "cpu")
+    sync._device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 10**9))
+    with pytest.raises(SyncRefused, match="GPU has 0.0 GB free.*weight_sync to file"):
+        sync._check_room(11)
+    sync._check_room(10)
 
 
 def test_a_machine_that_cannot_do_it_is_told_so():
