@@ -39,7 +39,7 @@ class Replica:
         in_flight: Requests that it is serving.
         identity: Of the server's present life; None where it does not tell.
         vouched: Connections to it that are known to be to this life.
-        lives: How often it was found to have been started anew.
+        found: Identity of the life that was found last, whether or not it came to serve.
         load: Number of the newest weights it has; None: unknown.
         loaded: Weights it holds beside each other by that number: their version, and the model that requests name
             (None: its own).
@@ -52,7 +52,7 @@ class Replica:
     in_flight: int = 0
     identity: str | None = None
     vouched: int = 0
-    lives: int = 0
+    found: str | None = None
     load: int | None = None
     loaded: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     named: dict[int, int] = field(default_factory=dict)
@@ -302,9 +302,11 @@ class Replicas:
                 # One that does not tell its lives apart may have been restarted.
                 restarted = known and (identity is None or identity != replica.identity)
                 if restarted:
-                    replica.lives += 1
                     replica.forget_weights()
-                    self.counters["restarts"] += 1
+                    # Once a life, however often it is looked at before it serves.
+                    if identity is None or identity != replica.found:
+                        self.counters["restarts"] += 1
+                replica.found = identity
                 if self._on_start is not None:
                     await self._on_start(replica, restarted)
                 replica.identity, replica.vouched = identity, vouched

@@ -62,8 +62,9 @@ class _Group:
         # What TRL's client may still tell the server would fall into the next update.
         self.client.vllm.finish_weight_update = lambda **_: None
         # An endless broadcast would hold up all later ones of its streams, which vLLM keeps.
-        if packed := sys.modules.get("vllm.distributed.weight_transfer.packed_tensor"):
-            packed._get_streams.cache_clear()
+        packed = sys.modules.get("vllm.distributed.weight_transfer.packed_tensor")
+        if forget := getattr(getattr(packed, "_get_streams", None), "cache_clear", None):
+            forget()
         threading.Thread(target=self._end, name="divopd-nccl-end", daemon=True).start()
 
     def _end(self) -> None:

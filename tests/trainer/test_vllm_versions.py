@@ -254,6 +254,20 @@ def test_a_restarted_server_gets_the_current_weights_before_it_serves(serve, ada
     assert restarts == 1 and sync.pushed == [(fake.url, 4)] * 2
 
 
+def test_a_restart_counts_once_however_often_its_server_fails_to_take_the_weights(serve):
+    fake, sync = serve(), FakeSync()
+
+    async def work(student):
+        await student.load_weights("4", 4)
+        sync.fails[fake.url] = [ServerUnavailable("not yet") for _ in range(3)]
+        await asyncio.to_thread(fake.restart)
+        return await student.generate(asked()), student.counters["restarts"]
+
+    reply, restarts = play(student_of(fake, sync=sync), work)
+    assert written_by(reply, 4)
+    assert (restarts, len(sync.pushed)) == (1, 5)
+
+
 def test_no_answer_of_a_server_that_forgot_its_weights_slips_through_while_that_is_being_found_out(serve):
     fake = serve(never_stop=True)
 
