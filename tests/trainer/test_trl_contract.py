@@ -92,3 +92,22 @@ def test_the_configuration_still_has_the_fields_that_are_relied_on():
         "max_staleness",
     ):
         assert name in fields
+
+
+def test_the_weight_transfer_client_is_what_the_nccl_sync_relies_on():
+    from trl.experimental.async_distillation import vllm_client, weight_transfer
+
+    client = weight_transfer.WeightTransferClient
+    assert parameters(client.__init__)[1:] == ["vllm_client", "weight_update_info", "weight_sync_timeout"]
+    assert parameters(client.send_weights) == ["self", "iterator"]
+    assert parameters(client.init_weight_transfer) == parameters(client.destroy) == ["self"]
+    assert parameters(vllm_client.VLLMClient.__init__)[1:] == ["server_url", "server_timeout"]
+    # It tells the server of the end itself, and looks at its own errors only after the server's answer.
+    source = inspect.getsource(client.send_weights)
+    assert source.count("self.vllm.finish_weight_update") == 2
+    assert (
+        source.index("self.vllm.update_weights") < source.index("thread.join()") < source.index("if error:")
+    )
+    assert "self.model_update_group" in inspect.getsource(client.init_weight_transfer)
+    assert hasattr(vllm_client, "logger")
+    assert hasattr(weight_transfer, "logger")
