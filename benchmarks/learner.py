@@ -32,7 +32,7 @@ from trl.experimental.async_distillation.async_distillation_trainer import (
     TokenBudgetBatcher,
 )
 
-from divopd_trainer.attention import default_layout
+from divopd_trainer.attention import choose_layout
 from divopd_trainer.composer import BatchComposer
 from divopd_trainer.losses import forward_logprobs, sampled_reverse_kl, select_logprobs
 from divopd_trainer.packing import pack
@@ -80,7 +80,7 @@ def recorded_rollouts(run_dir: str, count: int, turns: int) -> list[Rollout]:
 
 
 def ours(model: Qwen3ForCausalLM, rows: list[Turn], merge: bool, budget: int) -> dict:
-    layout = default_layout(model.config)
+    layout = choose_layout("auto", model.config)
     micro_batches = pack(rows, uniform_weights(rows), merge=merge, max_tokens=budget, layout=layout)
     for micro in micro_batches:
         micro = micro.to(model.device)

@@ -14,7 +14,7 @@ import torch
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_kernels_available
 
-__all__ = ["attention_options", "default_layout"]
+__all__ = ["attention_options", "choose_layout"]
 
 _CAPABILITIES = (8, 9)
 
@@ -34,6 +34,8 @@ def attention_options(on_gpu: bool, half: bool) -> dict[str, Any]:
     return {"attn_implementation": "sdpa"}
 
 
-def default_layout(model_config: Any) -> str:
-    """The layout "packed" for a model that computes with FlashAttention, "padded" for any other."""
+def choose_layout(wanted: str, model_config: Any) -> str:
+    """The layout of rows: what is wanted, or for "auto" "packed" with FlashAttention and "padded" without."""
+    if wanted != "auto":
+        return wanted
     return "packed" if is_flash_attention_requested(model_config) else "padded"

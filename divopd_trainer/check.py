@@ -18,7 +18,7 @@ from .explorer.fleet import split_config
 from .launch import plan_run
 from .model_shapes import ModelShape, find_shape
 from .run_dir import RunDir
-from .serve import LaunchSettings, ServerCommand, learner_gpus, server_commands
+from .serve import LaunchSettings, ServerCommand, learner_gpus, server_commands, visible_gpus
 
 __all__ = ["Report", "check"]
 
@@ -219,7 +219,7 @@ def _tokens(config: Any, assume: Assumptions, report: Report) -> None:
 def _memory(config: Any, student: ModelShape | None, gpu_gb: float, report: Report) -> None:
     settings = LaunchSettings.of(config)
     servers: list[ServerCommand] = []
-    gpus: list[int] = []
+    gpus: list[int | str] = []
     if config.engine == "vllm":
         servers = server_commands(config, settings)
         gpus = learner_gpus(settings, servers)
@@ -240,7 +240,7 @@ def _memory(config: Any, student: ModelShape | None, gpu_gb: float, report: Repo
         )
         lines += [f"  {what}: {size / _GB:.1f}" for what, size in memory.parts]
         for gpu in gpus:
-            free = gpu_gb - taken.get(gpu, 0.0)
+            free = gpu_gb - taken.get(str(gpu), 0.0)
             if memory.total / _GB > free:
                 report.problems.append(
                     f"The learner takes about {memory.total / _GB:.0f} GB on GPU {gpu}, where {free:.0f} of {gpu_gb:.0f} GB "
@@ -248,16 +248,36 @@ def _memory(config: Any, student: ModelShape | None, gpu_gb: float, report: Repo
                     "launch.gpu_memory."
                 )
     if config.engine == "local":
-        for name, path in (("student", config.model), ("teacher", config.teacher)):
-            shape, _ = find_shape(path)
-            if shape is not None:
-                width = 2 if on_gpu else 4
-                cache = config.max_concurrent * config.max_model_len * shape.kv_bytes(width)
-                lines.append(
-                    f"explorer, {name}: {shape.parameters * width / _GB:.2f} GB of weights, at most {cache / _GB:.2f} GB of "
-                    f"keys and values ({config.max_concurrent} episodes)"
-                )
+        explorer = _explorer(config, on_gpu, lines)
+        alone = len(settings.gpus or visible_gpus()) < 2
+        together = explorer + (memory.total if student is not None and alone else 0.0)
+        if on_gpu and together / _GB > gpu_gb:
+            who = "Learner and explorer together take" if alone else "The explorer takes"
+            report.problems.append(
+                f"{who} about {together / _GB:.0f} GB of one GPU, which has {gpu_gb:.0f}. Lower max_concurrent or "
+                "max_model_len, train adapters (lora_rank), give a second GPU, or set engine to vllm."
+            )
     report.add(f"Memory (GPUs of {gpu_gb:g} GB)" if on_gpu else "Memory", *lines)
+
+
+def _explorer(config: Any, on_gpu: bool, lines: list[str]) -> float:
+    """Bytes of the explorer's own models, a line for each; evaluations have a student of their own."""
+    total, width = 0.0, 2 if on_gpu else 4
+    models = [("student", config.model), ("teacher", config.teacher)]
+    models += [("student of evaluations", config.model)] if config.evaluates else []
+    for name, path in models:
+        shape, _ = find_shape(path)
+        if shape is None:
+            continue
+        weights = shape.parameters * width
+        cache = config.max_concurrent * config.max_model_len * shape.kv_bytes(width)
+        # A teacher that only scores keeps none.
+        total += weights + (0 if name == "teacher" else cache)
+        lines.append(
+            f"explorer, {name}: {weights / _GB:.2f} GB of weights, at most {cache / _GB:.2f} GB of keys and values "
+            f"({config.max_concurrent} episodes)"
+        )
+    return total
 
 
 def _server(
@@ -265,7 +285,7 @@ def _server(
     settings: LaunchSettings,
     server: ServerCommand,
     gpu_gb: float,
-    taken: dict[int, float],
+    taken: dict[str, float],
     report: Report,
 ) -> Iterator[str]:
     """What one server holds; notes in `taken` what it takes of its GPUs, in GB."""
@@ -275,7 +295,7 @@ def _server(
     if listed is None:
         yield f"{server.name} on the CPU, {settings.cpu_kv_gb} GB of keys and values"
         return
-    gpus = [int(part) for part in listed.split(",")]
+    gpus = listed.split(",")
     share = float(server.argv[server.argv.index("--gpu-memory-utilization") + 1])
     for gpu in gpus:
         taken[gpu] = taken.get(gpu, 0.0) + share * gpu_gb

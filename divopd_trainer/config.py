@@ -102,8 +102,8 @@ class DivOPDConfig(AsyncDistillationConfig):
     )
     sync_probe_limit: float | None = _option(
         None,
-        "vllm: nats by which served and trained log-probs may differ on average; null: 0.02, and 0.05 in bfloat16, whose "
-        "rounding alone makes up to 0.02.",
+        "vllm: nats by which served and trained log-probs may differ on average; null: 0.02, and 0.05 in half precision and "
+        "on a GPU, where rounding alone makes up to 0.02.",
     )
     launch: dict[str, Any] | str | None = _option(
         None, "divopd launch: which servers it starts, and how; see 'divopd launch --help'."
@@ -297,6 +297,10 @@ class DivOPDConfig(AsyncDistillationConfig):
     heartbeat_stale_after_s: float = _option(
         120.0, "Seconds of silence after which the explorer counts as hung."
     )
+    start_timeout_s: float = _option(
+        1800.0,
+        "Seconds the explorer may take to load its models, downloads included, and to start its environments.",
+    )
     stop_grace_s: float = _option(10.0, "Seconds the explorer gets to end by itself.")
     env_step_timeout_s: float = _option(30.0, "Seconds an environment may take for one action.")
     env_reset_timeout_s: float = _option(120.0, "Seconds an environment may take to start an episode.")
@@ -368,7 +372,7 @@ class DivOPDConfig(AsyncDistillationConfig):
         if self.teacher_temperature is None:
             self.teacher_temperature = self.temperature if self.engine == "local" else 1.0
         if self.sync_probe_limit is None:
-            self.sync_probe_limit = 0.05 if self.bf16 else 0.02
+            self.sync_probe_limit = 0.05 if on_gpu or self.bf16 or self.fp16 else 0.02
         if self.engine == "vllm" and self.weight_sync is None:
             self.weight_sync = "lora" if self.lora_rank else "file"
         if self.env_workers is None:
@@ -380,6 +384,8 @@ class DivOPDConfig(AsyncDistillationConfig):
         elif self.resume_from_checkpoint in ("false", "False", "", "none"):
             self.resume_from_checkpoint = None
         self.remove_unused_columns = False
+        # While the main rank waits for the last evaluations, the others wait in a collective.
+        self.ddp_timeout = max(self.ddp_timeout, int(self.eval_timeout_s) + 1800)
 
     def facts(self) -> dict[str, Any]:
         """What the parts of a method may ask of the run by the names of their parameters."""
@@ -393,6 +399,11 @@ class DivOPDConfig(AsyncDistillationConfig):
             "seed": self.seed,
             "beta": self.advantage_scale,
         }
+
+    @property
+    def n_gpu(self) -> int:
+        """GPUs of this process: one, however many it sees; several take a process each (``accelerate launch``)."""
+        return min(1, super().n_gpu)
 
     @property
     def evaluates(self) -> bool:

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from divopd_gym.errors import ConfigError
 
 from .chat import ChatCodec
 from .engines.adapter_files import adapter_tensors, write_adapter
 from .engines.sync_probe import trained_probe, write_probe
+from .engines.weights import write_policy
 
 __all__ = ["HandOver"]
 
@@ -30,6 +33,9 @@ class HandOver:
     def __init__(self, trainer: Any) -> None:
         self._trainer, args = trainer, trainer.args
         self.of_adapter = args.engine == "vllm" and args.weight_sync == "lora"
+        # Engines on a GPU compute in bfloat16 and would round the weights themselves.
+        on_gpu = torch.cuda.is_available() and not args.use_cpu
+        self._dtype = torch.bfloat16 if on_gpu and args.bf16 and not self.of_adapter else None
         self.probe_next = False
         self._syncs = 0
 
@@ -63,8 +69,15 @@ class HandOver:
         return adapter_tensors(self.model)
 
     def write(self, tensors: Any, folder: Path, version: int) -> Path:
-        """Write the adapter; see `divopd_trainer.policy_files.PolicyFiles`."""
-        return write_adapter(tensors, folder, version, self.model)
+        """Write the adapter, or the whole policy; see `divopd_trainer.policy_files.PolicyFiles`."""
+        if self.of_adapter:
+            return write_adapter(tensors, folder, version, self.model)
+        return write_policy(tensors, folder, version, dtype=self._dtype)
+
+    def size_bytes(self) -> int:
+        """About what one hand-over takes."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad or not self.of_adapter]
+        return sum(p.numel() * (self._dtype or p.dtype).itemsize for p in parameters)
 
     @contextlib.contextmanager
     def unmerged(self) -> Iterator[None]:

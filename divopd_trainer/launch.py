@@ -89,13 +89,38 @@ def plan_run(config: Any, train_argv: Sequence[str]) -> tuple[list[Part], Part]:
     _check_broadcast(config, gpus, commands)
     command = [sys.executable, "-m", "divopd_trainer.cli", "train", *options]
     if len(gpus) > 1:
-        accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(len(gpus))]
+        # Said, not left to the user's own accelerate configuration, which may be for something else.
+        accelerate = [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"),
+            *("--num_processes", str(len(gpus)), "--machine_rank", "0", "--gpu_ids", "all"),
+            *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+        ]
         command = [*accelerate, "-m", "divopd_trainer.cli", "train", *options]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    if len(gpus) > 1:
+        # An interrupted update is finished and a checkpoint written before ranks are killed.
+        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(settings.stop_timeout_s))
     return servers, Part("trainer", command, env)
 
 
-def _check_broadcast(config: Any, gpus: Sequence[int], servers: Sequence[ServerCommand]) -> None:
+def _waves(servers: Sequence[Part]) -> list[list[Part]]:
+    """Which servers start together: vLLM takes what a neighbour on its GPU loads meanwhile for its own."""
+    waves: list[list[Part]] = []
+    for part in servers:
+        gpus = set(part.env.get("CUDA_VISIBLE_DEVICES", "").split(",")) - {""}
+        free = [
+            w
+            for w in waves
+            if not any(gpus & set(p.env.get("CUDA_VISIBLE_DEVICES", "").split(",")) for p in w)
+        ]
+        if free:
+            free[0].append(part)
+        else:
+            waves.append([part])
+    return waves
+
+
+def _check_broadcast(config: Any, gpus: Sequence[int | str], servers: Sequence[ServerCommand]) -> None:
     """NCCL takes a GPU once: the one that weights are sent from must be no server's that receives them."""
     if config.weight_sync != "nccl":
         return
@@ -112,7 +137,7 @@ class Launcher:
     """Starts, watches and ends the parts of one run.
 
     Args:
-        servers: Started first, together.
+        servers: Started first, together, but one after another on one GPU.
         trainer: Started when all of them are healthy.
         logs: Folder of the log files.
         start_timeout_s: Seconds the servers may take.
@@ -158,9 +183,7 @@ class Launcher:
         self.logs.mkdir(parents=True, exist_ok=True)
         with self._signals():
             try:
-                for part in self.servers:
-                    self._start(part)
-                if self._wait_for_health():
+                if all(self._wait_for_health(wave) for wave in _waves(self.servers)):
                     self._start(self.trainer)
                     self.trainer.state = "running"
                     self._watch()
@@ -187,9 +210,11 @@ class Launcher:
         part.state, part.began = "starting", time.monotonic()
         self._view()
 
-    def _wait_for_health(self) -> bool:
+    def _wait_for_health(self, servers: Sequence[Part]) -> bool:
+        for part in servers:
+            self._start(part)
         deadline = time.monotonic() + self.start_timeout_s
-        while waiting := [part for part in self.servers if part.state != "running"]:
+        while waiting := [part for part in servers if part.state != "running"]:
             if self._asked_to_stop:
                 return False
             if time.monotonic() > deadline:
@@ -198,8 +223,9 @@ class Launcher:
                     f"{names} did not become healthy within {self.start_timeout_s:.0f} s; raise launch.start_timeout_s if "
                     f"the model is large. The end of {waiting[0].log}:\n{_tail(waiting[0].log)}"
                 )
-            for part in waiting:
+            for part in self.servers:
                 self._look(part)
+            for part in waiting:
                 if _healthy(part.url):
                     part.state = "running"
             self._view()

@@ -64,7 +64,7 @@ def run(
         for note in findings.notes:
             trainer.session.progress.note(note)
     trainer.train()
-    interrupted = trainer.session.stop_reason if trainer.session is not None else None
+    interrupted = trainer.interrupted()
     final = None
     if interrupted is None:
         final = trainer.run_dir.final_model

@@ -65,7 +65,7 @@ class LaunchSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     device: str = "auto"
-    gpus: list[int] | None = None
+    gpus: list[int | str] | None = None
     learner_gpus: int | None = None
     tensor_parallel: int = 1
     gpu_memory: float | None = None
@@ -165,11 +165,12 @@ class ServerCommand:
         )
 
 
-def visible_gpus() -> list[int]:
-    """Ids of the NVIDIA GPUs that may be used here."""
+def visible_gpus() -> list[int | str]:
+    """Ids of the NVIDIA GPUs that may be used here: numbers, or the names that CUDA_VISIBLE_DEVICES has for them."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [int(part) for part in chosen.split(",") if part.strip().isdigit()]
+        ids = [part.strip() for part in chosen.split(",")]
+        return [int(part) if part.isdigit() else part for part in ids if part and part != "-1"]
     if not shutil.which("nvidia-smi"):
         return []
     try:
@@ -235,13 +236,13 @@ def server_commands(config: Any, settings: LaunchSettings | None = None) -> list
     return commands
 
 
-def learner_gpus(settings: LaunchSettings, servers: Sequence[ServerCommand]) -> list[int]:
+def learner_gpus(settings: LaunchSettings, servers: Sequence[ServerCommand]) -> list[int | str]:
     """GPUs of the trainer: those that no server has, or the last one where all are taken."""
     if not settings.on_gpu:
         return []
     gpus = list(settings.gpus if settings.gpus is not None else visible_gpus())
-    taken = {int(part) for server in servers for part in server.env["CUDA_VISIBLE_DEVICES"].split(",")}
-    free = [gpu for gpu in gpus if gpu not in taken] or gpus[-1:]
+    taken = {part for server in servers for part in server.env["CUDA_VISIBLE_DEVICES"].split(",")}
+    free = [gpu for gpu in gpus if str(gpu) not in taken] or gpus[-1:]
     return free[-settings.learner_gpus :] if settings.learner_gpus else free
 
 
@@ -269,6 +270,12 @@ def _flags(config: Any, settings: LaunchSettings, role: str, model: str, evaluat
         flags += ["--enforce-eager", "--max-num-batched-tokens", str(length * sequences)]
         # As the learner computes there, so that served and trained log-probs agree to the last digit.
         flags += ["--dtype", "float32"]
+    elif role == "teacher":
+        # Log-probs of prompts take [tokens, vocabulary] of memory that vLLM does not plan for.
+        flags += ["--max-num-batched-tokens", "4096"]
+    elif config.bf16 or config.fp16:
+        # As the learner computes; the checkpoint's own type may be another.
+        flags += ["--dtype", "bfloat16" if config.bf16 else "float16"]
     return flags
 
 
@@ -281,7 +288,7 @@ def _positions(model: str) -> int | None:
     return config.get("max_position_embeddings")
 
 
-def _places(roles: Sequence[tuple], settings: LaunchSettings) -> list[tuple[list[int], float]]:
+def _places(roles: Sequence[tuple], settings: LaunchSettings) -> list[tuple[list[int | str], float]]:
     """(GPUs, share of memory) of each server: one GPU a server while there are enough, the learner's kept free."""
     gpus = list(settings.gpus if settings.gpus is not None else visible_gpus())
     if not gpus:

@@ -29,7 +29,10 @@ from .metrics_log import read_metrics
 from .progress import make_progress
 from .records import RunWriter
 
-__all__ = ["RunSession", "TrainingError"]
+__all__ = ["RunSession", "TrainingError", "deaf_to_signals"]
+
+# Signals that come so soon after another are the same one.
+_SAME_SIGNAL_S = 1.0
 
 
 class TrainingError(DivOPDError, RuntimeError):
@@ -378,7 +381,15 @@ class RunSession:
             yield
             return
 
+        asked_at = 0.0
+
         def handler(number: int, frame: Any) -> None:
+            nonlocal asked_at
+            # A terminal sends Ctrl-C to every process, and a launcher of ranks passes its own on.
+            again = time.monotonic() - asked_at > _SAME_SIGNAL_S
+            if self.stopping and not again:
+                return
+            asked_at = time.monotonic()
             if self.stopping:
                 for end in (lambda: self.explorer.stop(0.0), self.trainer.policy_files.destroy):
                     with contextlib.suppress(Exception):
@@ -398,3 +409,17 @@ class RunSession:
         finally:
             for number, previous in old.items():
                 signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def deaf_to_signals() -> Iterator[None]:
+    """On ranks beside the main one: that one decides when the run ends, and tells the others through the batches."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)

@@ -339,6 +339,7 @@ def explorer_config(
         "seed": config.seed,
         "policy_version": update,
         "max_failures": config.max_failed_episodes,
+        "start_timeout_s": config.start_timeout_s,
         "episode_timeout_s": config.episode_timeout_s,
         "step_timeout_s": config.env_step_timeout_s,
         "reset_timeout_s": config.env_reset_timeout_s,
@@ -350,7 +351,7 @@ def explorer_config(
 
 def _servers(config: DivOPDConfig) -> dict[str, Any]:
     if config.engine != "vllm":
-        return {}
+        return {"engine_kwargs": {"device": "cpu"}} if config.use_cpu and config.engine == "local" else {}
     options = {"request_timeout_s": float(config.request_timeout), "teacher_overlap": config.teacher_overlap}
     names = ("student_urls", "teacher_urls", "eval_urls")
     urls = {name: tuple(getattr(config, name) or ()) for name in names}

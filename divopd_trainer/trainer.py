@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch  # noqa: E402
-from accelerate.utils import is_peft_model  # noqa: E402
+from accelerate.utils import broadcast_object_list, is_peft_model  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback  # noqa: E402
 from trl.experimental.async_distillation import AsyncDistillationTrainer  # noqa: E402
@@ -32,7 +32,7 @@ from divopd_gym.errors import ConfigError  # noqa: E402
 from . import checkpoint as checkpoints  # noqa: E402
 from . import losses  # noqa: E402
 from .advantage import Advantage  # noqa: E402
-from .attention import attention_options, default_layout  # noqa: E402
+from .attention import attention_options, choose_layout  # noqa: E402
 from .collator import PackOptions  # noqa: E402
 from .composer import BatchComposer, make_composer  # noqa: E402
 from .config import DivOPDConfig  # noqa: E402
@@ -44,7 +44,7 @@ from .packing import MicroBatch  # noqa: E402
 from .policy_files import PolicyFiles  # noqa: E402
 from .registry import build  # noqa: E402
 from .run_dir import RunDir  # noqa: E402
-from .session import RunSession, TrainingError  # noqa: E402
+from .session import RunSession, TrainingError, deaf_to_signals  # noqa: E402
 from .sharding import prepare_sharding  # noqa: E402
 from .streams import BatchStream  # noqa: E402
 from .weighting import RowWeighting  # noqa: E402
@@ -108,8 +108,9 @@ class DivOPDTrainer(AsyncDistillationTrainer):
             peft_config = make_lora(args.lora_rank, args.lora_alpha, args.lora_targets)
         self.args = args
         self.hand_over = HandOver(self)
-        writer = {"write": self.hand_over.write} if self.hand_over.of_adapter else {}
-        self.policy_files = PolicyFiles(args.run_dir, lambda: self.model_version + 1, **writer)
+        self.policy_files = PolicyFiles(
+            args.run_dir, lambda: self.model_version + 1, write=self.hand_over.write
+        )
         with _peak_flops_only_on_gpu(on_gpu), _quiet("transformers.trainer_callback"):
             super().__init__(
                 model=args.model,
@@ -124,7 +125,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
             )
         self.hand_over.check(trl_module.validate_lora_for_vllm_sync)
         prepare_sharding(self.accelerator)
-        self.policy_files.size_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self.policy_files.size_bytes = self.hand_over.size_bytes()
         for printer in (PrinterCallback, ProgressCallback):
             self.remove_callback(printer)
         self.composer = composer or make_composer(args)
@@ -154,13 +155,11 @@ class DivOPDTrainer(AsyncDistillationTrainer):
 
     def pack_options(self) -> PackOptions:
         """How chosen turns become tensors on this machine."""
-        layout = self.args.packing_layout
-        if layout == "auto":
-            layout = default_layout(self.accelerator.unwrap_model(self.model).config)
+        model_config = self.accelerator.unwrap_model(self.model).config
         return PackOptions(
             merge=self.args.merge_packing,
             max_tokens=self.args.max_microbatch_tokens,
-            layout=layout,
+            layout=choose_layout(self.args.packing_layout, model_config),
             pad_id=self.processing_class.pad_token_id,
             world=self.accelerator.num_processes,
         )
@@ -207,12 +206,16 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         share, sums = inputs["share"], torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
         for number, micro in enumerate(share):
             last = number == len(share) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+            # Unsynchronised, FSDP2 would hold the whole gradient on every rank.
+            sync = last or self.accelerator.is_fsdp2
+            with contextlib.nullcontext() if sync else self.accelerator.no_sync(model):
                 loss, parts = self.compute_loss(model, micro, return_outputs=True)
                 # Data parallelism averages the ranks' gradients; the whole batch's is their sum.
                 self.accelerator.backward(loss * world)
             sums += torch.cat([loss.detach().double().reshape(1), parts.double()])
         self._sums = sums
+        if sums.device.type == "cuda":
+            torch.cuda.synchronize(sums.device)
         self._learner_s, self._work_s = time.perf_counter() - began, self._work_clock() - worked
         return (sums[0] * world).float()
 
@@ -438,10 +441,17 @@ class DivOPDTrainer(AsyncDistillationTrainer):
                 "Set resume_from_checkpoint in DivOPDConfig."
             )
         path = str(self._resume) if self._resume else None
-        running = self.session.running() if self.session is not None else contextlib.nullcontext()
+        running = self.session.running() if self.session is not None else deaf_to_signals()
         # It warns of tied heads in checkpoints and of streams that end, both of which are as they should be.
         with running, _quiet("transformers.trainer"):
             return super().train(resume_from_checkpoint=path, **kwargs)
+
+    def interrupted(self) -> str | None:
+        """The signal that ended training early, or None; every rank must ask."""
+        reason = [self.session.stop_reason if self.session is not None else None]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(reason)
+        return reason[0]
 
 
 class _SessionCallback(TrainerCallback):

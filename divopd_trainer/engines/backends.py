@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def load_model(source: str | Path | Any, *, device: str = "auto", dtype: str = "
 
     Args:
         source: A directory or hub name; or a model object, which is copied.
-        device: "auto" takes a GPU if there is one.
+        device: "auto" takes a GPU if there is one: the last if the learner's ranks leave any, else the first.
         dtype: "auto" is float32 on a CPU and bfloat16 on a GPU.
 
     Raises:
@@ -77,7 +78,7 @@ def load_model(source: str | Path | Any, *, device: str = "auto", dtype: str = "
     from transformers import AutoModelForCausalLM
 
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = _free_device()
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     try:
@@ -90,6 +91,13 @@ def load_model(source: str | Path | Any, *, device: str = "auto", dtype: str = "
             "config.json and safetensors files, or the name of a model on the hub."
         ) from error
     return model.to(device).eval().requires_grad_(False)
+
+
+def _free_device() -> str:
+    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not gpus:
+        return "cpu"
+    return f"cuda:{gpus - 1 if gpus > ranks else 0}"
 
 
 def max_positions(model: Any) -> int:
@@ -135,7 +143,7 @@ def make_backend(model: Any, slots: int, kind: str = "auto") -> Backend:
             raise ConfigError(
                 f"The dense backend cannot run {config.model_type!r}: {why_not}. Use backend='auto'."
             )
-        logger.info("%s runs through transformers' own forward pass: %s", config.model_type, why_not)
+        logger.warning("%s runs through transformers' own forward pass: %s", config.model_type, why_not)
     return TransformersBackend(model, slots)
 
 

@@ -131,14 +131,16 @@ class DenseBackend:
         self.extend([Feed(0, 0, ids[:10])])
         self.extend([Feed(0, 10, ids[10:16])])
         pieces = [self.extend([Feed(0, i, ids[i : i + 1])]).float()[0] for i in range(16, 24)]
-        tolerance = 1e-4 if self.dtype == torch.float32 else 0.1
+        exact = self.dtype == torch.float32
         reference = expected.log_softmax(-1)
         for name, got, want in (
             ("a whole sequence", whole, reference),
             ("one token at a time", torch.stack(pieces), reference[16:]),
         ):
-            difference = float((got.log_softmax(-1) - want).abs().max())
-            if not difference < tolerance:
+            apart = (got.log_softmax(-1) - want).abs()
+            # In half precision single logits are rounded by more than this, the larger the model the more.
+            difference = float(apart.max() if exact else (apart * want.exp()).sum(-1).mean())
+            if not difference < (1e-4 if exact else 0.1):
                 return f"log-probs of {name} differ by {difference:.2g} from the model's own forward pass"
         return None
 

@@ -6,6 +6,7 @@ The environment's variables say which rank it is and how the weights lie, as ``a
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -20,12 +21,13 @@ def whole(tensor):
 
 
 class StopAfter(TrainerCallback):
-    """Ends a run after so many updates, as if it had been interrupted."""
+    """Ends a run after so many updates, as if it had been interrupted; each takes some time more."""
 
-    def __init__(self, update):
-        self.update = update
+    def __init__(self, update, update_s):
+        self.update, self.update_s = update, update_s
 
     def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(self.update_s)
         control.should_training_stop |= state.global_step == self.update
 
 
@@ -72,20 +74,24 @@ def run(student, folder, changes):
 
     settings = {"batch_rows": 8, "cap": 3, "updates": 5, "max_microbatch_tokens": 24, "keep_checkpoints": 1}
     rank, stop_after = changes.pop("lora_rank", None), changes.pop("stop_after", None)
+    update_s, final = changes.pop("update_s", 0.0), folder / "final"
     adapter = rank and LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
     trainer = Capture(
         config(folder, student, **{**settings, **changes}),
         peft_config=adapter,
         explorer=lambda state, path: FakeExplorer(random_rollout, state=state, ahead=4),
-        callbacks=[StopAfter(stop_after)],
+        callbacks=[StopAfter(stop_after, update_s)],
     )
     trainer.train()
     weights = {
         name: whole(p) for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     }
-    trainer.save_model(str(folder / "final"))
+    interrupted = trainer.interrupted()
+    if interrupted is None:
+        trainer.save_model(str(final))
     sharded = any(hasattr(p, "full_tensor") for p in trainer.model.parameters())
     saved = {"gradients": gradients, "weights": weights, "policies": policies, "sharded": sharded}
+    saved["interrupted"] = interrupted
     torch.save(saved, folder / f"rank-{os.environ.get('RANK', '0')}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config
 
 from divopd_trainer import attention
-from divopd_trainer.attention import attention_options, default_layout
+from divopd_trainer.attention import attention_options, choose_layout
 
 SDPA = {"attn_implementation": "sdpa"}
 
@@ -52,7 +52,8 @@ def test_rows_are_packed_for_flash_attention_alone():
         "kernels-community/flash-attn3": "packed",
     }.items():
         config._attn_implementation = name
-        assert default_layout(config) == layout
+        assert choose_layout("auto", config) == layout
+        assert choose_layout("padded", config) == "padded"
 
 
 def test_trl_still_asks_for_the_kernel_that_the_choice_is_about():

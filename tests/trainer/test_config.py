@@ -138,3 +138,15 @@ def test_resume_words_of_the_command_line_are_understood(make):
     assert make(resume_from_checkpoint="true").resume_from_checkpoint is True
     assert make(resume_from_checkpoint="false").resume_from_checkpoint is None
     assert make(resume_from_checkpoint="x/checkpoint-3").resume_from_checkpoint == "x/checkpoint-3"
+
+
+def test_one_process_trains_on_one_gpu_however_many_it_sees(tmp_path):
+    config = DivOPDConfig(run_dir=str(tmp_path), use_cpu=True)
+    config._n_gpu = 8
+    assert config.n_gpu == 1
+    config._n_gpu = 0
+    assert config.n_gpu == 0
+
+
+def test_ranks_wait_for_each_other_longer_than_the_last_evaluation_may_take(tmp_path):
+    assert DivOPDConfig(run_dir=str(tmp_path), use_cpu=True, eval_timeout_s=9000).ddp_timeout >= 10800

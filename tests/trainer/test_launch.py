@@ -19,7 +19,7 @@ from divopd_trainer import serve
 from divopd_trainer.commands.launch import main as launch_main
 from divopd_trainer.commands.launch import split
 from divopd_trainer.commands.serve import main as serve_main
-from divopd_trainer.launch import Launcher, LaunchError, Part, plan_run
+from divopd_trainer.launch import Launcher, LaunchError, Part, _waves, plan_run
 from divopd_trainer.serve import LaunchSettings, learner_gpus, server_commands
 
 # Answers /health after a while; its own child would survive a careless launcher, as it has left the group.
@@ -84,7 +84,7 @@ def run_settings(**changes):
     values = {
         "engine": "vllm", "model": "student", "teacher": "teacher", "teachers": {}, "max_model_len": 512,
         "max_staleness": 2, "weight_sync": "file", "lora_rank": 0, "evaluates": False, "teacher_top_k": 8,
-        "launch": {"device": "cpu"},
+        "launch": {"device": "cpu"}, "bf16": True, "fp16": False,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -153,6 +153,45 @@ def test_gpus_are_shared_out_and_the_learner_keeps_its_own(monkeypatch):
     shares = [float(flag(c, "--gpu-memory-utilization")) for c in alone]
     assert sum(shares) < 0.7
     assert learner_gpus(LaunchSettings(device="gpu"), alone) == [0]
+
+
+def test_gpus_may_have_names_and_servers_on_a_gpu_compute_as_the_learner(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0a1b, GPU-2c3d,GPU-4e5f")
+    settings = LaunchSettings(device="gpu")
+    student, teacher = server_commands(run_settings(), settings)
+    assert student.env["CUDA_VISIBLE_DEVICES"] == "GPU-0a1b"
+    assert learner_gpus(settings, [student, teacher]) == ["GPU-4e5f"]
+    assert flag(student, "--dtype") == "bfloat16"
+    assert "--dtype" not in teacher.argv
+    assert int(flag(teacher, "--max-num-batched-tokens")) <= 8192
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert serve.visible_gpus() == []
+
+
+def test_ranks_are_launched_whatever_the_users_own_accelerate_configuration_says(monkeypatch):
+    monkeypatch.setattr(serve, "visible_gpus", lambda: list(range(4)))
+    _, trainer = plan_run(run_settings(launch={"device": "gpu", "stop_timeout_s": 240}), [])
+    words = " ".join(trainer.argv)
+    assert "--multi_gpu --num_machines 1 --num_processes 2" in words
+    assert "--gpu_ids all" in words
+    assert "--main_process_port 0" in words
+    assert trainer.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "240"
+
+
+def test_servers_that_share_a_gpu_start_one_after_another(tmp_path):
+    parts = [server(f"student-{n}") for n in range(4)]
+    for part, gpus in zip(parts, ("0", "1", "0,2", "1")):
+        part.env = {"CUDA_VISIBLE_DEVICES": gpus}
+    assert [[p.name[-1] for p in wave] for wave in _waves(parts)] == [["0", "1"], ["2", "3"]]
+    assert [len(wave) for wave in _waves([server(f"student-{n}") for n in range(3)])] == [3]
+    begun = []
+
+    def show(shown):
+        if len(begun) < sum(p.process is not None for p in shown[:4]):
+            begun.append([p.state for p in shown[:4] if p.process is not None])
+
+    assert Launcher(parts, trainer("print('trained')"), tmp_path, show=show).run() == 0
+    assert begun[2][:2] == ["running", "running"]
 
 
 def test_weights_are_broadcast_from_a_gpu_that_no_student_has(monkeypatch):

@@ -9,7 +9,9 @@ import torch
 from tiny_models import EOS, VOCAB, gpt2, logprobs, prompt, qwen2, qwen3
 
 from divopd_gym.errors import ConfigError
+from divopd_trainer.engines import backends
 from divopd_trainer.engines.base import EngineClosed, EngineError, EngineTimeout, GenerateRequest
+from divopd_trainer.engines.dense import DenseBackend
 from divopd_trainer.engines.local import LocalStudent, LocalTeacher
 from divopd_trainer.engines.slot_cache import KVBuffers, SlotTable
 from divopd_trainer.engines.weights import WeightsError, write_policy
@@ -62,6 +64,27 @@ def test_backends_of_auto_are_dense_where_known_and_transformers_elsewhere():
     for build, backend in ((qwen3, "DenseBackend"), (qwen2, "DenseBackend"), (gpt2, "TransformersBackend")):
         with student(build()) as engine:
             assert engine.backend == backend
+
+
+def test_in_half_precision_the_dense_backend_is_judged_by_what_is_likely():
+    model = qwen3(tied=False).to(torch.bfloat16)
+    with torch.inference_mode():
+        # Logits as large as real models have: single ones are rounded by more than a tenth.
+        model.get_output_embeddings().weight.mul_(4)
+        dense = DenseBackend(model, 2)
+        assert dense.check() is None
+        dense._sin = -dense._sin
+        assert "differ by" in dense.check()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "device"),
+    [(0, "1", "cpu"), (1, "1", "cuda:0"), (8, "1", "cuda:7"), (8, "4", "cuda:7"), (8, "8", "cuda:0")],
+)
+def test_models_go_to_a_gpu_that_the_learner_leaves_free(monkeypatch, gpus, ranks, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert backends._free_device() == device
 
 
 def test_sample_does_not_depend_on_the_batch():

@@ -3,10 +3,14 @@
 import fcntl
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from divopd_trainer import policy_files
+from divopd_trainer.handover import HandOver
 from divopd_trainer.policy_files import PolicyFiles
 
 
@@ -88,3 +92,17 @@ def test_what_a_killed_trainer_left_is_cleared_and_what_a_living_one_holds_is_no
         fcntl.flock(lock, fcntl.LOCK_EX)
         send(files, 1)
         assert not dead.exists() and living.exists() and young.exists()
+
+
+@pytest.mark.parametrize(("gpu", "bf16", "dtype"), [(1, 1, "bfloat16"), (1, 0, "float32"), (0, 1, "float32")])
+def test_weights_are_handed_over_in_the_type_that_engines_on_a_gpu_compute_in(
+    tmp_path, monkeypatch, gpu, bf16, dtype
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpu))
+    args = SimpleNamespace(engine="local", weight_sync=None, use_cpu=False, bf16=bool(bf16))
+    model = torch.nn.Linear(3, 2)
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    hand_over = HandOver(SimpleNamespace(args=args, accelerator=accelerator, model=model))
+    written = load_file(hand_over.write(model.named_parameters(), tmp_path, 1))
+    assert {tensor.dtype for tensor in written.values()} == {getattr(torch, dtype)}
+    assert hand_over.size_bytes() == 8 * getattr(torch, dtype).itemsize

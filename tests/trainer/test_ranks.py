@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,8 +32,8 @@ SHARDED = {
 }
 
 
-def ranks(student, folder, world, *, sharded=False, **changes):
-    """Run so many ranks to their end; what each saved."""
+def ranks(student, folder, world, *, sharded=False, during=lambda processes: None, **changes):
+    """Run so many ranks to their end; what each saved. `during` is called with their processes."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -50,6 +52,7 @@ def ranks(student, folder, world, *, sharded=False, **changes):
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     try:
+        during(processes)
         outputs = [process.communicate(timeout=200)[0] for process in processes]
     finally:
         for process in processes:
@@ -113,6 +116,26 @@ def test_a_sharded_adapter_is_trained_and_handed_over_like_a_whole_one(tmp_path,
     found = ranks(student, tmp_path / "two", 2, sharded=True, lora_rank=4)[0]
     assert found["sharded"]
     equal(found, expected)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("sharded", [False, True], ids=["data-parallel", "sharded"])
+def test_ctrl_c_on_every_rank_ends_after_the_update_with_a_checkpoint(tmp_path, student, sharded):
+    def interrupt(processes):
+        metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 150
+        while not (metrics.exists() and read_metrics(tmp_path / "run", ["train"])):
+            assert time.monotonic() < deadline and all(p.poll() is None for p in processes)
+            time.sleep(0.05)
+        # A terminal reaches every rank, and the launcher passes its own signal on.
+        for process in [*processes, processes[0]]:
+            process.send_signal(signal.SIGINT)
+
+    found = ranks(student, tmp_path, 2, sharded=sharded, during=interrupt, update_s=0.3, updates=60)
+    assert [one["interrupted"] for one in found] == ["SIGINT", "SIGINT"]
+    done = read_metrics(tmp_path / "run", ["train"])[-1]["update"]
+    assert done < 60
+    assert whole(tmp_path / "run" / "checkpoints" / f"checkpoint-{done}") is None
+    assert not (tmp_path / "final").exists()
 
 
 def accelerator(kind, plugin=None):

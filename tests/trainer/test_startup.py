@@ -180,3 +180,9 @@ def test_the_explorer_is_told_the_same_limits_and_begins_where_the_checkpoint_en
         7,
         c.model,
     )
+
+
+def test_the_explorer_gets_its_time_to_load_and_stays_on_the_cpu_with_the_learner(tmp_path):
+    explorer = explorer_config(config(tmp_path, "student", start_timeout_s=77))
+    assert explorer.start_timeout_s == 77
+    assert explorer.engine_kwargs == {"device": "cpu"}

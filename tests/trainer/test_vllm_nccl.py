@@ -13,6 +13,7 @@ import pytest
 import torch
 from fake_vllm import VOCAB, FakeVLLM, reference_scores
 from trl.experimental.async_distillation import weight_transfer
+from vllm_fakes import all_up
 
 from divopd_gym.errors import ConfigError
 from divopd_trainer.engines import vllm_nccl
@@ -227,6 +228,7 @@ def test_several_servers_have_the_weights_before_the_version_rises(tmp_path):
     try:
 
         async def use(student):
+            await all_up(student)
             await student.load_weights(policy(tmp_path, 4), 4)
             assert [fake.weights for fake in fakes] == [4, 4, 4]
             return await asyncio.gather(
@@ -286,6 +288,7 @@ def test_a_server_that_fails_while_it_receives_holds_up_no_other(tmp_path):
     try:
 
         async def use(student):
+            await all_up(student)
             await student.load_weights(policy(tmp_path, 1), 1)
             fakes[0].answers["/update_weights"] = (500, "Worker failed with error 'CUDA out of memory'")
             await student.load_weights(policy(tmp_path, 2), 2)
