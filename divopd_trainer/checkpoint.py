@@ -31,6 +31,7 @@ __all__ = [
     "publish",
     "rotate",
     "save_side_state",
+    "set_aside",
     "whole",
     "writing",
 ]
@@ -237,6 +238,27 @@ def find_checkpoint(
         f"There is no whole checkpoint in {checkpoints}; expected checkpoint-N folders. Start anew in another "
         "run_dir, or delete this one."
     )
+
+
+def set_aside(checkpoints: Path, resumed: Path | None, on_notice: Callable[[str], None]) -> None:
+    """Rename checkpoints that are newer than the one resumed to ``abandoned-checkpoint-N``.
+
+    They are of another course of the run, and would be resumed, or kept in place of the new ones, for their number.
+
+    Args:
+        checkpoints: Folder of checkpoints.
+        resumed: The one that the run goes on from; None does nothing.
+        on_notice: Told of each, in one sentence.
+    """
+    match = _NAME.search(resumed.name) if resumed is not None else None
+    for number, path in _numbered(checkpoints) if match else ():
+        if number > int(match.group(1)):
+            target = path.with_name(f"abandoned-{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            path.rename(target)
+            on_notice(
+                f"{path.name} is newer than the checkpoint that is resumed; it is called {target.name} now."
+            )
 
 
 def rotate(checkpoints: Path, keep: int) -> None:

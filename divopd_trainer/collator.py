@@ -135,6 +135,7 @@ class TurnCollator:
 
     Attributes:
         counters: Totals: rollouts, turns, env_turns, stale, gated, expired.
+        finished: Whether the last batch has been given: nothing is left, and nothing more will come.
     """
 
     poll_s = 0.2
@@ -164,10 +165,12 @@ class TurnCollator:
         self.on_status, self.on_wake, self.stopping = on_status, on_wake, stopping
         self._clock = clock
         self._arrivals: list[Turn] = []
+        self._untrained: list[Turn] = []
         self._held_back: list[Rollout] = []
         self._usage = _Usage()
         self._outcomes: dict[int, bool] = {}
         self._wait_began: float | None = None
+        self.finished = False
         self.counters: Counter[str] = Counter()
         composer.on_drop = self._dropped
         # A batch that could be full must not be short, or empty, for the dead turns in front of the valid ones.
@@ -265,7 +268,9 @@ class TurnCollator:
             if rollout is not None:
                 self._take(rollout)
                 told = False  # the explorer paces itself by what is still missing
-        return self._compose(update)
+        batch = self._compose(update)
+        self.finished = batch is None
+        return batch
 
     def _compose(self, update: int) -> ComposedBatch | None:
         wait_s, self._wait_began = self._clock() - self._wait_began, None
@@ -274,6 +279,7 @@ class TurnCollator:
         batch = self.composer.compose(update)
         for turn in batch.selected:
             self._usage.gone(turn, used=True)
+        self._untrained = list(batch.selected)
         if self.writer is not None:
             newest = max((turn.policy_version for turn in batch.selected), default=update - 1)
             oldest = max(update - self.composer.max_staleness, 0)
@@ -349,6 +355,16 @@ class TurnCollator:
         }
 
     # Checkpoints.
+
+    def trained(self) -> None:
+        """The update of the last batch is done."""
+        self._untrained = []
+
+    def give_up(self) -> int:
+        """The update of the last batch failed: its rows are lost, and counted as such; how many."""
+        lost, self._untrained = len(self._untrained), []
+        self.counters["lost_rows"] += lost
+        return lost
 
     def state_dict(self) -> dict[str, Any]:
         """Counters as JSON values; the composer's state is kept beside them."""

@@ -33,6 +33,8 @@ __all__ = ["RunSession", "TrainingError", "deaf_to_signals"]
 
 # Signals that come so soon after another are the same one.
 _SAME_SIGNAL_S = 1.0
+# Evaluations in flight; shared memory is taken for the weights of eight policies.
+_MOST_EVALUATIONS = 6
 
 
 class TrainingError(DivOPDError, RuntimeError):
@@ -135,6 +137,7 @@ class RunSession:
 
     def update_ended(self) -> None:
         """An update is done and its weights are written."""
+        self.collator.trained()
         self.handle_messages()
         if self._evaluation_due():
             self.evaluate()
@@ -150,7 +153,9 @@ class RunSession:
         if self.args.eval_at_end and not self.stopping and self.update not in self._evaluated():
             self.evaluate()
         reason = "it took longer than eval_timeout_s"
-        deadline = time.monotonic() + self.args.eval_timeout_s
+        # With more ranks the others wait in a collective, which has a deadline of its own.
+        rounds = max(1, len(self._evaluations)) if self.args.world_size == 1 else 1
+        deadline = time.monotonic() + rounds * self.args.eval_timeout_s
         while self._evaluations and not self.stopping and time.monotonic() < deadline:
             try:
                 self.explorer.check_health(self.args.heartbeat_stale_after_s)
@@ -185,6 +190,13 @@ class RunSession:
             self.lost_evaluations += 1
             self.progress.note(
                 f"The evaluation of update {version} is lost: its weights were not handed over."
+            )
+            return
+        if len(self._evaluations) >= _MOST_EVALUATIONS:
+            self.lost_evaluations += 1
+            self.progress.note(
+                f"The evaluation of update {version} is left out: {len(self._evaluations)} are not done yet, each of which keeps "
+                "its weights. Raise eval_every, lower eval_episodes, or give evaluations more workers or servers."
             )
             return
         message = self.evaluation_of(version, self.trainer.policy_files.pin(version), self.args.eval_episodes)

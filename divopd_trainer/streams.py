@@ -82,7 +82,7 @@ class BatchStream:
         batch = self._collator.poll(update, float("inf") if self._world == 1 else self.tick_s)
         if batch is not None:
             return [("batch", {"share": share, "facts": batch.facts}) for share in batch.shares]
-        over = self._world == 1 or self._stopping() or self._collator.exhausted
+        over = self._world == 1 or self._stopping() or self._collator.finished
         return [("end" if over else "wait", None)] * self._world
 
 

@@ -99,6 +99,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         worker, side_state = None, None
         if args.process_index == 0:
             self.run_dir.claim(resume=self._resume is not None)
+            checkpoints.set_aside(self.run_dir.checkpoints, self._resume, warnings.warn)
             side_state = checkpoints.load_side_state(self._resume) if self._resume else None
             worker = explorer(side_state and side_state.explorer, self._resume)
         on_gpu = torch.cuda.is_available() and not args.use_cpu
@@ -126,8 +127,8 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         self.hand_over.check(trl_module.validate_lora_for_vllm_sync)
         prepare_sharding(self.accelerator)
         self.policy_files.size_bytes = self.hand_over.size_bytes()
-        for printer in (PrinterCallback, ProgressCallback):
-            self.remove_callback(printer)
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
         self.composer = composer or make_composer(args)
         facts = args.facts()
         self.weighting = weighting or build("weighting", args.weighting, args.weighting_kwargs, facts)
@@ -417,10 +418,12 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         if self.session is None or self.session.collator is None or self.accelerator.num_processes > 1:
             return
         try:
+            lost = self.session.collator.give_up()
             self._save_checkpoint(self.model, None)
-            self.session.progress.note(f"A checkpoint of update {self.state.global_step} was written.")
+            said = f"A checkpoint is written; {lost} rows of the update that failed are lost."
         except Exception as error:
-            self.session.progress.note(f"No checkpoint could be written: {type(error).__name__}: {error}")
+            said = f"No checkpoint could be written: {type(error).__name__}: {error}"
+        self.session.progress.note(said)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train until ``args.updates`` updates are done, the tasks are used up, or Ctrl-C.
@@ -448,10 +451,8 @@ class DivOPDTrainer(AsyncDistillationTrainer):
 
     def interrupted(self) -> str | None:
         """The signal that ended training early, or None; every rank must ask."""
-        reason = [self.session.stop_reason if self.session is not None else None]
-        if self.accelerator.num_processes > 1:
-            broadcast_object_list(reason)
-        return reason[0]
+        reason = [self.session and self.session.stop_reason]
+        return broadcast_object_list(reason)[0] if self.accelerator.num_processes > 1 else reason[0]
 
 
 class _SessionCallback(TrainerCallback):

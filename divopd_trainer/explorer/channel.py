@@ -13,6 +13,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from .messages import Fatal
+
 __all__ = ["Channel", "end_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
@@ -53,6 +55,10 @@ class Channel:
                     self.pipe.send(message)
             except OSError:
                 self.broken = True
+            except Exception as error:
+                # Said instead of it; silence would look like a hang.
+                what = f"{type(message).__name__} cannot be sent to the trainer ({type(error).__name__}: {error})"
+                self.pipe.send(Fatal(f"{what}; what plugins put into meta and info must be picklable."))
 
     def _read(self, loop: asyncio.AbstractEventLoop, deliver: Any) -> None:
         message = True

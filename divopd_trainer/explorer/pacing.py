@@ -182,6 +182,11 @@ class Pacer:
         return self._announced > self.version
 
     @property
+    def learner_wants(self) -> int:
+        """Turns that the learner waits for right now, as it last said."""
+        return self._wanted
+
+    @property
     def hungry(self) -> bool:
         """Whether the learner waits and nothing under way fills its batch."""
         if self.loading:

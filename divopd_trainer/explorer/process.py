@@ -93,7 +93,8 @@ class ExplorerProcess:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
         self.lock = self._lock = threading.RLock()
-        self._send_lock = threading.Lock()
+        # What is remembered for a restart and what is sent keep one order.
+        self._send_lock = threading.RLock()
         self._ready_event = threading.Event()
         self._ended = threading.Event()
         self._stopping = False
@@ -222,24 +223,25 @@ class ExplorerProcess:
         A restarted explorer begins with the latest policy and is told the latest pool status and the evaluations still
         open again; the file of the latest policy must therefore stay in place.
         """
-        if isinstance(message, SetPolicy):
-            self._last_policy = message
-        elif isinstance(message, Evaluate):
-            with self._lock:
-                self._evaluations[message.request_id] = message
-        elif isinstance(message, PoolStatus):
-            with self._lock:
-                message = PoolStatus(
-                    message.update,
-                    message.available,
-                    message.wanted,
-                    message.unread,
-                    self.rollout_buffer.valid_turns,
-                    self._received,
-                )
-                self._last_pool = message
-        if self._ready_event.is_set() or isinstance(message, Stop):
-            self._send(message)
+        with self._send_lock:
+            if isinstance(message, SetPolicy):
+                self._last_policy = message
+            elif isinstance(message, Evaluate):
+                with self._lock:
+                    self._evaluations[message.request_id] = message
+            elif isinstance(message, PoolStatus):
+                with self._lock:
+                    message = PoolStatus(
+                        message.update,
+                        message.available,
+                        message.wanted,
+                        message.unread,
+                        self.rollout_buffer.valid_turns,
+                        self._received,
+                    )
+                    self._last_pool = message
+            if self._ready_event.is_set() or isinstance(message, Stop):
+                self._send(message)
 
     def new_request_id(self) -> int:
         """A number for `Evaluate` or `GetState`."""
@@ -377,11 +379,12 @@ class ExplorerProcess:
         self._heard = time.monotonic()
         if isinstance(message, RolloutDone):
             with self._lock:
-                self._frontier.finish(message.ticket)
                 self._state.next_rollout_id = message.rollout.rollout_id + 1
                 self._state.depth = message.depth or self._state.depth
                 self._received += message.usable
                 self.rollout_buffer.put(message.rollout)
+                # Last, for `exhausted` is asked without the lock: what it speaks of must be in the buffer.
+                self._frontier.finish(message.ticket)
         elif isinstance(message, Heartbeat):
             with self._lock:
                 self.heartbeat = message
@@ -412,18 +415,19 @@ class ExplorerProcess:
                 elif isinstance(message, EvalDone):
                     self.eval_results.put(message)
         elif isinstance(message, Ready):
-            with self._lock:
-                self.ready = message
-                self._state.schedule = message.state["schedule"]
-                self._state.depth = message.state["depth"]
-                self._frontier = Frontier.from_state(self._state.schedule)
-                self._ready_event.set()
-                states = [w[0] for w in self._waiters.values() if isinstance(w[0], GetState)]
-                policy = None if self._last_policy is begun_with else self._last_policy
-                again = [policy, self._last_pool, *states, *self._evaluations.values()]
-            for unsent in again:
-                if unsent is not None:
-                    self.send(unsent)
+            with self._send_lock:
+                with self._lock:
+                    self.ready = message
+                    self._state.schedule = message.state["schedule"]
+                    self._state.depth = message.state["depth"]
+                    self._frontier = Frontier.from_state(self._state.schedule)
+                    self._ready_event.set()
+                    states = [w[0] for w in self._waiters.values() if isinstance(w[0], GetState)]
+                    policy = None if self._last_policy is begun_with else self._last_policy
+                    again = [policy, self._last_pool, *states, *self._evaluations.values()]
+                for unsent in again:
+                    if unsent is not None:
+                        self.send(unsent)
         elif isinstance(message, Fatal):
             return message.message
         return None

@@ -7,6 +7,7 @@ learner holds or is about to get fill its pool; meanwhile it may go stale, and t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -22,12 +23,18 @@ class ScoringGate:
         pool_turns: Turns that the composer's pool holds; None lets everything through at once.
         delivered: Turns with the learner, or on their way to it, that may still train.
         stale: Whether nothing of a rollout may still train.
+        wanted: Turns that the learner waits for right now; so many are let through whatever the pool holds, for in a
+            fleet that runs out of tasks the last explorer must fill the whole batch.
     """
 
     def __init__(
-        self, pool_turns: int | None, delivered: Callable[[], int], stale: Callable[[Rollout], bool]
+        self,
+        pool_turns: int | None,
+        delivered: Callable[[], int],
+        stale: Callable[[Rollout], bool],
+        wanted: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.pool_turns, self._delivered, self._stale = pool_turns, delivered, stale
+        self.pool_turns, self._delivered, self._stale, self._wanted = pool_turns, delivered, stale, wanted
         self._waiting: deque[tuple[Rollout, asyncio.Future[bool]]] = deque()
         self._scoring: dict[int, int] = {}
 
@@ -61,13 +68,14 @@ class ScoringGate:
     def pump(self) -> None:
         """Let through what may; to be called whenever the learner reports or weights change."""
         kept: deque[tuple[Rollout, asyncio.Future[bool]]] = deque()
+        limit = math.inf if self.pool_turns is None else max(self.pool_turns, self._wanted())
         while self._waiting:
             rollout, future = self._waiting.popleft()
             if future.done():
                 continue
             if self._stale(rollout):
                 future.set_result(False)
-            elif self.pool_turns is None or self._delivered() + self.scoring < self.pool_turns:
+            elif self._delivered() + self.scoring < limit:
                 self._scoring[id(rollout)] = sum(turn.trainable for turn in rollout.turns)
                 future.set_result(True)
             else:

@@ -80,7 +80,10 @@ class TrainingEpisodes:
             self.depth.load_state_dict(state.depth)
         self.groups = Groups(config.group, lambda *place: explorer.schedule.frontier.is_finished(*place))
         pool_turns = (config.pool_turns or 4 * config.batch_rows) if config.lazy_scoring else None
-        self.gate = ScoringGate(pool_turns, lambda: explorer.pacer.delivered, self._all_stale)
+        pacer = explorer.pacer
+        self.gate = ScoringGate(
+            pool_turns, lambda: pacer.delivered, self._all_stale, lambda: pacer.learner_wants
+        )
         self._serial = 0
         self._last: Ticket | None = None
         self._failed_in_row = 0

@@ -67,9 +67,22 @@ def explorer_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent)
     channel = Channel(pipe)
-    explorer = Explorer(config, ExplorerState.from_dict(state), channel, policy)
+    try:
+        explorer = Explorer(config, ExplorerState.from_dict(state), channel, policy)
+    except Exception as error:
+        channel.send(Fatal(_cause(error)))
+        channel.flush(3.0)
+        os._exit(1)
     threading.Thread(target=_watch_parent, args=(parent, explorer), name="parent-watch", daemon=True).start()
     asyncio.run(_live(explorer, channel))
+
+
+def _cause(error: BaseException) -> str:
+    """What to tell the trainer; a surprise also shows where it happened."""
+    if isinstance(error, DivOPDError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"
 
 
 async def _live(explorer: Explorer, channel: Channel) -> None:
@@ -82,11 +95,7 @@ async def _live(explorer: Explorer, channel: Channel) -> None:
         await explorer.run()
     except BaseException as error:
         code = 1
-        if isinstance(error, DivOPDError):
-            channel.send(Fatal(str(error)))
-        else:
-            traceback.print_exc()
-            channel.send(Fatal(f"{type(error).__name__}: {error}"))
+        channel.send(Fatal(_cause(error)))
     channel.flush(3.0)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -117,7 +126,8 @@ class Explorer:
             load=config.load,
             max_concurrent=min(config.max_concurrent, config.workers),
             expected_turns=min(15, config.max_turns),
-            version=config.policy_version,
+            # What is composed of is about as new as the weights that a restarted explorer begins with.
+            version=config.policy_version if policy is None else policy.version,
         )
         self.pool: Any = None
         self.engines: Engines

@@ -12,6 +12,7 @@ from divopd_trainer.checkpoint import (
     publish,
     rotate,
     save_side_state,
+    set_aside,
     whole,
 )
 from divopd_trainer.composer import BatchComposer
@@ -147,3 +148,22 @@ def test_a_run_directory_never_holds_two_runs(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         RunDir(tmp_path / "file").claim(resume=False)
+
+
+def test_newer_checkpoints_than_the_one_resumed_rule_no_more(tmp_path):
+    for number in (10, 20, 30):
+        make_checkpoint(tmp_path, number)
+    said = []
+    set_aside(tmp_path, None, said.append)
+    set_aside(tmp_path, tmp_path / "checkpoint-30", said.append)
+    assert said == []
+    set_aside(tmp_path, tmp_path / "elsewhere" / "checkpoint-20", said.append)
+    assert "abandoned-checkpoint-30" in said[0]
+    make_checkpoint(tmp_path, 25)
+    rotate(tmp_path, 2)
+    assert find_checkpoint(tmp_path, True).name == "checkpoint-25"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "abandoned-checkpoint-30",
+        "checkpoint-20",
+        "checkpoint-25",
+    ]

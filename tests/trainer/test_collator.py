@@ -11,6 +11,7 @@ from divopd_trainer.collator import PackOptions, TurnCollator
 from divopd_trainer.composer import BatchComposer
 from divopd_trainer.explorer.messages import ExplorerDied
 from divopd_trainer.records import RunWriter, read_batches, read_rollouts
+from divopd_trainer.streams import BatchStream
 from divopd_trainer.turns import Rollout, make_turn
 
 
@@ -269,3 +270,46 @@ def test_a_rollout_after_the_cut_stays_first_in_line():
     c = collator(explorer)
     assert c.drain(before=2) == 2 and c.drain(before=2) == 0 and c.drain() == 2
     assert [t.rollout_id for t in c.composer.state_dict()["unread"]][::3] == [0, 1, 2, 3]
+
+
+def test_the_last_batch_is_not_given_up_because_its_last_rollout_came_after_the_wait():
+    """Several ranks wait in short turns: what arrives just after one of them must train in the next."""
+
+    class Late(Explorer):
+        late = False
+
+        @property
+        def exhausted(self):
+            return self.late
+
+    explorer = Late(random_rollout, ahead=0)
+
+    def wake():
+        if not explorer.late:
+            fill(explorer, 1)
+        explorer.late = True
+
+    c = collator(explorer, rows=40, on_wake=wake)
+    stream = BatchStream(
+        c,
+        next_update=lambda: 1,
+        last_update=9,
+        rank=0,
+        world=2,
+        stopping=lambda: False,
+        on_end=lambda: None,
+        scatter=lambda items: items[0],
+    )
+    stream.tick_s = 0.0
+    assert [stream._turn()[0] for _ in range(3)] == ["wait", "batch", "end"]
+
+
+def test_rows_of_an_update_that_failed_are_counted_as_lost():
+    explorer = Explorer(random_rollout, ahead=2)
+    c = collator(explorer)
+    c.poll(1)
+    c.trained()
+    assert c.give_up() == 0
+    c.poll(2)
+    assert c.give_up() == 4
+    assert c.counters["lost_rows"] == 4

@@ -1,5 +1,6 @@
 """The explorer as a process: deaths are noticed and mended, nothing is lost, and nothing is left running."""
 
+import multiprocessing
 import os
 import queue
 import signal
@@ -13,7 +14,20 @@ import pytest
 from fakes import ENV_ID
 
 from divopd_trainer.explorer import ExplorerConfig, ExplorerDied, ExplorerHung, ExplorerProcess, RolloutBuffer
-from divopd_trainer.explorer.messages import Evaluate, ExplorerState, GetState, PoolStatus, SetPolicy
+from divopd_trainer.explorer.channel import Channel
+from divopd_trainer.explorer.messages import (
+    Evaluate,
+    ExplorerState,
+    Fatal,
+    GetState,
+    PolicyLoaded,
+    PoolStatus,
+    Ready,
+    RolloutDone,
+    SetPolicy,
+)
+from divopd_trainer.explorer.tasks import Frontier, Ticket
+from divopd_trainer.explorer.worker import Explorer
 from divopd_trainer.turns import Rollout
 
 HERE = Path(__file__).parent
@@ -284,3 +298,56 @@ def test_the_depth_of_a_horizon_goes_with_what_was_received_and_survives_a_death
     # The round is over: the restarted explorer begins no other one, and knows how deep to go.
     assert sum(bool(r.meta.get("probe")) for r in rollouts) == 3
     assert explorer.state().depth["horizon"]["smoothed"] == smoothed
+
+
+def test_what_is_sent_while_a_restarted_explorer_is_told_everything_again_comes_last():
+    process, sent, others = ExplorerProcess(config()), [], []
+
+    def slow(message):
+        sent.append(message)
+        if not others:
+            # The learner begins to wait and hands over new weights at this very moment.
+            news = (SetPolicy(2, "v2", 2), PoolStatus(2, 0, 64))
+            others.append(threading.Thread(target=lambda: [process.send(one) for one in news]))
+            others[0].start()
+            time.sleep(0.2)
+
+    process._send = slow
+    process.send(SetPolicy(1, "v1", 1))
+    process.send(PoolStatus(1, 64, 0))
+    schedule = {"size": 4, "epoch": 0, "finished_in": {}, "finished": 0, "dropped": 0}
+    process._receive(Ready({}, {"schedule": schedule, "depth": None}), None)
+    others[0].join(10)
+    assert [m.version for m in sent if isinstance(m, SetPolicy)] == [1, 2]
+    assert [m.wanted for m in sent if isinstance(m, PoolStatus)] == [0, 64]
+    assert (process._last_policy.version, process._last_pool.wanted) == (2, 64)
+
+
+def test_nothing_is_exhausted_before_its_last_rollout_is_in_the_buffer():
+    class Buffer(RolloutBuffer):
+        def put(self, rollout):
+            seen.append(process.exhausted)
+            super().put(rollout)
+
+    seen, ticket = [], Ticket(0, 0, "a", 0)
+    process = ExplorerProcess(config(epochs=1), buffer=Buffer())
+    process._frontier = Frontier(1)
+    process._receive(RolloutDone(Rollout(0), ticket), None)
+    assert seen == [False]
+    assert process.exhausted
+
+
+def test_what_cannot_be_pickled_is_said_and_is_no_silence():
+    ours, theirs = multiprocessing.Pipe()
+    channel = Channel(theirs)
+    channel.send(PolicyLoaded(1))
+    channel.send(Fatal(lambda: None))
+    channel.send(PolicyLoaded(2))
+    said = [ours.recv() for _ in range(3)]
+    assert [type(one) for one in said] == [PolicyLoaded, Fatal, PolicyLoaded]
+    assert "must be picklable" in said[1].message
+
+
+def test_a_restarted_explorer_paces_itself_from_the_weights_that_it_begins_with():
+    explorer = Explorer(config(), ExplorerState(), None, SetPolicy(200, "v200", 200))
+    assert explorer.pacer.version == explorer.pacer.composed == 200

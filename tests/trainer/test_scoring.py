@@ -27,9 +27,12 @@ class Learner:
     """What the gate is told: turns delivered, and the oldest version that may train."""
 
     def __init__(self, pool=4):
-        self.delivered, self.oldest = 0, 0
+        self.delivered, self.oldest, self.wanted = 0, 0, 0
         self.gate = ScoringGate(
-            pool, lambda: self.delivered, lambda r: all(t.policy_version < self.oldest for t in r.turns)
+            pool,
+            lambda: self.delivered,
+            lambda r: all(t.policy_version < self.oldest for t in r.turns),
+            lambda: self.wanted,
         )
         self.entered, self.refused = [], []
         self.jobs = {}
@@ -164,3 +167,17 @@ def test_who_is_called_off_while_waiting_or_just_let_through_leaves_no_trace(let
         assert learner.gate.scoring == 0 and learner.gate.waiting == 0
 
     play(script)
+
+
+def test_what_the_learner_waits_for_is_let_through_whatever_the_pool_holds():
+    """The last explorer of a fleet that has tasks left fills the whole batch, with a share of the pool."""
+
+    async def script(learner):
+        learner.delivered, learner.wanted = 5, 8
+        await learner.bring(rollout(0), rollout(1), rollout(2))
+        assert learner.entered == [0, 1]
+        learner.wanted = 0
+        learner.gate.pump()
+        assert learner.gate.waiting == 1
+
+    play(script, pool=4)

@@ -491,3 +491,38 @@ def test_divergences_over_the_teachers_candidates_train(tmp_path, student, diver
     assert all(
         math.isfinite(line["loss"]) and line["loss"] > 0 and line["grad_norm"] > 0 for line in lines(tmp_path)
     )
+
+
+def test_evaluations_that_fall_behind_keep_no_more_than_a_few_policies(tmp_path, student):
+    class Silent(FakeExplorer):
+        def evaluated(self, message):
+            """It takes its time."""
+
+    trainer = build(
+        tmp_path, student, explorer=lambda s, p: Silent(random_rollout, state=s), updates=10, eval_every=1,
+        eval_timeout_s=0.01,
+    )  # fmt: skip
+    kept = []
+    written = trainer.session.policy_written
+    trainer.session.policy_written = lambda v: (written(v), kept.append(len(trainer.policy_files._pins)))
+    trainer.train()
+    assert max(kept) == 6
+    # Six that never ended, and three for which there was no room.
+    assert trainer.session.lost_evaluations == 9
+
+
+def test_an_update_that_fails_leaves_a_checkpoint_that_says_what_is_lost(tmp_path, student):
+    notes = []
+    trainer = build(tmp_path, student, explorer=lambda s, p: FakeExplorer(random_rollout, state=s), updates=3)
+    trainer.session.progress.note = notes.append
+    step = trainer.training_step
+
+    def failing(*args, **kwargs):
+        if trainer.state.global_step == 1:
+            raise MemoryError("no room")
+        return step(*args, **kwargs)
+
+    trainer.training_step = failing
+    with pytest.raises(MemoryError):
+        trainer.train()
+    assert any("4 rows of the update that failed are lost" in note for note in notes)
