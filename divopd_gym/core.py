@@ -199,6 +199,8 @@ class TextEnv(gymnasium.Env[str, str]):
             ConfigError: an unknown task or option.
             DataNotFoundError: there are no tasks.
         """
+        # Whatever fails below: the episode before is over.
+        self._task = None
         super().reset(seed=seed)
         options = dict(options or {})
         task = options.pop("task", None)
@@ -214,7 +216,6 @@ class TextEnv(gymnasium.Env[str, str]):
                 f"task {task!r} is not one of this environment's {len(self.tasks)} tasks; "
                 f"ids are in env.unwrapped.tasks, for example {list(self.tasks[:2])}"
             )
-        self._task = None
         self._goal, outcome = self._start(task, int(self.np_random.integers(2**31)), options)
         self._task, self._score, self._turns, self._ended = task, float(outcome.score), 0, None
         self._last = ("", outcome.observation)

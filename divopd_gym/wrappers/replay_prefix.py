@@ -42,7 +42,7 @@ class ReplayPrefix(gymnasium.Wrapper):
         observation, info = self.env.reset(seed=seed, options=options or None)
         if callable(actions):
             actions = actions(observation, info)
-        actions = list(actions)
+        actions = list(actions or ())
         played, total = [], 0.0
         for number, action in enumerate(actions, start=1):
             after, reward, terminated, truncated, info = self.env.step(action)

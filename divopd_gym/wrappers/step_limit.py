@@ -28,6 +28,12 @@ class StepLimit(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
         gymnasium.Wrapper.__init__(self, env)
         self.max_turns = check_count("max_turns", max_turns, 1)
         self._turns = 0
+        own = getattr(env.unwrapped, "max_turns", None)
+        if own is not None and own < max_turns:
+            gymnasium.logger.warn(
+                f"StepLimit(env, {max_turns}) has no effect: the environment's own max_turns={own} ends episodes "
+                f"before. Make it with max_turns={max_turns} or None."
+            )
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
         """Begin an episode."""

@@ -95,6 +95,9 @@ class Transcript(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
         gymnasium.utils.RecordConstructorArgs.__init__(self, path=path, keep=keep)
         gymnasium.Wrapper.__init__(self, env)
         self.path = None if path is None else Path(path)
+        if self.path is not None:
+            # Not at the end of the first episode, whose last turn an error would swallow.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         self.episode: Episode | None = None
         self.episodes: deque[Episode] = deque(maxlen=keep)
         self._written = True
@@ -147,9 +150,9 @@ class Transcript(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
     def _write(self) -> None:
         if self._written or self.path is None or self.episode is None:
             return
-        self._written = True
         with self.path.open("a", encoding="utf-8") as file:
             file.write(self.episode.json() + "\n")
+        self._written = True
 
 
 def episodes_html(episodes: Iterable[Episode], title: str = "Episodes") -> str:

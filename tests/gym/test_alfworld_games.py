@@ -233,3 +233,15 @@ def test_the_searching_expert_wins_real_games(data, split):
         won[task_type(task)].append(info["success"])
     print(split, {t: f"{sum(w)}/{len(w)}" for t, w in won.items()})
     assert sum(map(sum, won.values())) >= 0.95 * len(tasks)
+
+
+def test_games_that_come_later_are_found_in_the_same_process(tmp_path):
+    split = tmp_path / "json_2.1.1" / "valid_seen"
+    split.mkdir(parents=True)
+    with pytest.raises(DataNotFoundError, match="no playable game"):
+        find_split("valid_seen", tmp_path)
+    for number in (1, 2):
+        trial = split / f"pick_and_place_simple-Mug-None-Desk-30{number}" / "trial_T"
+        trial.mkdir(parents=True)
+        (trial / "game.tw-pddl").write_text('{"solvable": true}')
+        assert len(find_split("valid_seen", tmp_path).tasks) == number

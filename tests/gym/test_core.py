@@ -236,3 +236,13 @@ def test_errors_share_one_base_and_survive_pickling(name):
 def test_importing_the_package_needs_neither_torch_nor_textworld():
     code = "import divopd_gym, sys; assert not {'torch', 'textworld', 'alfworld'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("options", [{"task": "nope"}, {"task": 3}, {"colour": "red"}])
+def test_a_reset_that_is_refused_leaves_no_episode_running(options):
+    env = Corridor()
+    env.reset(options={"task": "corridor/3"})
+    with pytest.raises(ConfigError):
+        env.reset(options=options)
+    with pytest.raises(ResetNeeded):
+        env.step("right")

@@ -12,6 +12,7 @@ from divopd_gym.envs.alfworld.grammar import GOAL_MARK, entity_names, split_goal
 from divopd_gym.envs.alfworld.houses import (  # noqa: E402
     FAMILIES,
     HELD_OUT_SEED,
+    RECEPTACLE_TYPES,
     HouseFamily,
     house_from_id,
     make_house,
@@ -311,3 +312,11 @@ def test_the_older_games_words_are_used_when_asked_for():
     assert player.act() == "put pen 1 in/on desk 2"
     player.observe("put pen 1 in/on desk 2", "You put the pen 1 in/on the desk 2.", {})
     assert player.holding is None
+
+
+def test_a_family_takes_lists_and_refuses_a_name_that_no_id_can_hold():
+    family = HouseFamily("lists", receptacle_types=list(RECEPTACLE_TYPES), receptacles=[6, 8])
+    assert family.receptacle_types == RECEPTACLE_TYPES
+    assert hash(family)
+    with pytest.raises(ConfigError, match="letters, digits"):
+        HouseFamily("mine/x")

@@ -1,6 +1,10 @@
 """TextWorld's own games, generated and from files, played by the real interpreter."""
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import gymnasium
 import pytest
@@ -162,3 +166,47 @@ def test_a_reply_gives_its_command_back():
     for style in ("think", "action", "tiny"):
         prompt = get_prompt(ID, style)
         assert prompt.parse(prompt.reply("take red apple"), {}).action == "take red apple"
+
+
+THREADS = """
+import threading, gymnasium, divopd_gym
+from divopd_gym.core import TextEnv
+found, gate = {}, threading.Barrier(6)
+
+def play(n):
+    gate.wait()
+    env = gymnasium.make("divopd_gym/TextWorld-v0", settings={"level": 2}, first_seed=n // 2, disable_env_checker=True)
+    text, info = env.reset(options={"task": env.unwrapped.tasks[0]})
+    told = [text]
+    for action in env.unwrapped.gold_path():
+        text, *_, info = env.step(action)
+        told.append(text)
+    env.close()
+    found[n] = (info["success"], told)
+
+threads = [threading.Thread(target=play, args=(n,)) for n in range(6)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert len(found) == 6, sorted(found)
+assert all(success for success, _ in found.values())
+assert all(found[n][1] == found[n + 1][1] for n in (0, 2, 4))
+print("as one after another")
+"""
+
+
+def test_threads_of_a_fresh_process_make_and_play_games_as_one_after_another(tmp_path):
+    """TextWorld's parsers are the process's: without a lock nearly every thread fails, games on disk or not."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    for _ in ("games are made", "games are there"):
+        done = subprocess.run(
+            [sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, timeout=200
+        )
+        assert "as one after another" in done.stdout, done.stderr[-3000:]
+
+
+def test_a_cache_that_cannot_be_written_is_said_with_the_remedy(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    env = make(settings={"level": 2})
+    with pytest.raises(DataNotFoundError, match="set XDG_CACHE_HOME"):
+        env.reset(seed=1)

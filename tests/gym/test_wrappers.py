@@ -1,4 +1,5 @@
 import json
+import warnings
 
 import gymnasium
 import pytest
@@ -374,3 +375,25 @@ def test_wrappers_leave_what_they_wrap_unchanged():
     for one, other in zip(plain, wrapped):
         assert one[:4] == other[:4]
         assert {**one[4], "no_progress": 0} == {**other[4], "no_progress": 0}
+
+
+def test_a_transcript_makes_its_folder_before_the_first_episode(tmp_path):
+    env = Transcript(Corridor(), tmp_path / "not" / "there" / "t.jsonl")
+    assert env.path.parent.is_dir()
+
+
+def test_no_prefix_is_an_empty_one():
+    env = ReplayPrefix(Corridor(), lambda observation, info: None)
+    _, info = env.reset(seed=0)
+    assert info["prefix"] == []
+
+
+def test_a_limit_that_the_environments_own_one_undercuts_is_told():
+    env = Corridor()
+    env.max_turns = 30
+    with pytest.warns(UserWarning, match="max_turns=30 ends episodes before"):
+        StepLimit(env, 50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        StepLimit(env, 30)
+        StepLimit(Corridor(), 50)

@@ -83,7 +83,7 @@ def find_split(
         "ALFWORLD_DATA",
         ', or play split="generated", which needs no data',
     )
-    tasks, skipped = _scan(folder.resolve())
+    tasks, skipped = _scan(folder.resolve(), _state(folder))
     chosen = tuple(t for t in tasks if task_type(t) in wanted)
     if not chosen:
         raise DataNotFoundError(
@@ -93,8 +93,17 @@ def find_split(
     return Split(folder, chosen, skipped)
 
 
+def _state(folder: Path) -> tuple[int, ...]:
+    """What changes when games come or go, such as by a download that goes on."""
+    return tuple(
+        stat.st_mtime_ns
+        for one in (folder, *sorted(folder.iterdir()))
+        if (stat := one.stat()) and one.is_dir()
+    )
+
+
 @functools.lru_cache(maxsize=16)
-def _scan(folder: Path) -> tuple[tuple[str, ...], dict[str, int]]:
+def _scan(folder: Path, state: tuple[int, ...]) -> tuple[tuple[str, ...], dict[str, int]]:
     tasks: list[str] = []
     skipped: dict[str, int] = {}
     for root, _, files in os.walk(folder):

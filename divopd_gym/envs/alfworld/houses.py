@@ -76,6 +76,10 @@ class HouseFamily:
     search: str = "listed"
 
     def __post_init__(self):
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.name):
+            raise ConfigError(f"house family {self.name!r}: a name has letters, digits, '-' and '_' alone")
+        for name in ("receptacles", "objects", "receptacle_types", "object_types", "task_types"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for label, given, known in (
             ("receptacle types", self.receptacle_types, RECEPTACLE_TYPES),
             ("object types", self.object_types, OBJECT_TYPES),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from divopd_gym.core import Expert, Outcome, TextEnv, package_version
-from divopd_gym.envs.textworld.games import game_file, get_family, import_textworld, open_game
+from divopd_gym.envs.textworld.games import engine_lock, game_file, get_family, import_textworld, open_game
 from divopd_gym.errors import ConfigError, DataNotFoundError
 
 __all__ = ["PolicyExpert", "TextWorldEnv"]
@@ -73,7 +73,8 @@ class TextWorldEnv(TextEnv):
         render_mode: str | None = None,
     ):
         super().__init__(max_turns=max_turns, render_mode=render_mode)
-        self._textworld = import_textworld()
+        with engine_lock():
+            self._textworld = import_textworld()
         self._family = get_family(family)
         self._settings = self._family.settings(settings)
         self._head = f"{family}/{','.join(f'{name}={value}' for name, value in self._settings.items())}"
@@ -105,6 +106,10 @@ class TextWorldEnv(TextEnv):
     def _start(self, task: str, seed: int, options: dict[str, Any]) -> tuple[str, Outcome]:
         if options:
             raise ConfigError(f"reset options {sorted(options)} are unknown; TextWorld knows only 'task'")
+        with engine_lock():
+            return self._begin(task)
+
+    def _begin(self, task: str) -> tuple[str, Outcome]:
         if self._files is not None:
             path = self._files[task]
         else:
@@ -135,7 +140,8 @@ class TextWorldEnv(TextEnv):
         listed = self._state["admissible_commands"] if self._gold is not None else None
         if not command or _META & set(re.findall(r"[a-z]+", command.lower())):
             return self._outcome(_NOT_UNDERSTOOD, False)
-        self._state, _, _ = self._game.step(command)
+        with engine_lock():
+            self._state, _, _ = self._game.step(command)
         valid = listed is None or command.lower() in listed
         return self._outcome(_PROMPT.sub("", self._state.feedback), valid)
 
@@ -184,7 +190,8 @@ class TextWorldEnv(TextEnv):
 
     def _end(self) -> None:
         if self._game is not None:
-            self._game.close()
+            with engine_lock():
+                self._game.close()
         self._game = None
 
 

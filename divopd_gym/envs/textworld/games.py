@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,24 @@ from divopd_gym.core import package_version
 from divopd_gym.data import default_root
 from divopd_gym.errors import ConfigError, DataNotFoundError
 
-__all__ = ["FAMILIES", "Family", "check_game", "game_file", "get_family", "open_game"]
+__all__ = ["FAMILIES", "Family", "check_game", "engine_lock", "game_file", "get_family", "open_game"]
 
 _HEADER_BYTES = 64
+_lock = threading.RLock()
+
+
+def engine_lock() -> threading.RLock:
+    """To be held in whatever calls TextWorld: its parsers and generators are the process's, not a game's."""
+    return _lock
+
+
+def _after_fork() -> None:
+    # A thread that held it does not exist in the child.
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _challenge(module: str) -> Callable[[dict[str, Any], Any], Any]:
@@ -121,7 +137,12 @@ def game_file(family: Family, settings: Mapping[str, int], seed: int) -> Path:
     path = folder / f"{seed}.z8"
     if path.is_file() and path.with_suffix(".json").is_file():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataNotFoundError(
+            f"games cannot be kept in {folder} ({error}); set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as making:
         options = textworld.GameOptions()
         options.seeds = seed

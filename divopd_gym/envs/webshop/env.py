@@ -178,6 +178,7 @@ class WebShopEnv(TextEnv):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """See `TextEnv.reset`; ``options={"goal_index": i}`` names the task by a number, NumPy's too."""
+        self._task = None
         options = dict(options or {})
         if "goal_index" in options:
             index = options.pop("goal_index")
