@@ -49,6 +49,9 @@ class Finished:
 class Groups:
     """Holds finished episodes until their group is whole, so that none of it is sent, or lost, without the others.
 
+    But an explorer that is killed, or a checkpoint that is cut, between the messages of one group splits it: the rest is
+    played again and compared with itself alone.
+
     Args:
         size: Attempts a task and epoch; 1 holds nothing.
         finished: ``finished(epoch, place)``: whether that episode was sent or dropped earlier, by an explorer that

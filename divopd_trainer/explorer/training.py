@@ -116,10 +116,10 @@ class TrainingEpisodes:
         """Play one ticket to its end, whatever that is."""
         explorer, pacer = self.explorer, self.explorer.pacer
         max_turns, probe = self.depth.begin(explorer.update)
-        deadline = time.monotonic() + self.config.episode_timeout_s
         rollout, held, finished = None, 0, None
         try:
-            rollout = await self._play(key, ticket, max_turns)
+            rollout, began = await self._play(key, ticket, max_turns)
+            deadline = began + self.config.episode_timeout_s
             if probe:
                 rollout.meta["probe"] = True
             # Until it is sent, its turns are outstanding but take no place from the next episode.
@@ -153,12 +153,14 @@ class TrainingEpisodes:
             self.gate.pump()
             explorer.wake.set()
 
-    async def _play(self, key: int, ticket: Ticket, max_turns: int) -> Rollout:
+    async def _play(self, key: int, ticket: Ticket, max_turns: int) -> tuple[Rollout, float]:
+        """The episode, and when it had an environment to begin in."""
         config, engines, pool = self.config, self.explorer.engines, self.explorer.pool
         teacher, vocabulary = engines.teacher_for(ticket.task)
         handle = await within(config.episode_timeout_s, pool.acquire(), pool.release)
+        began = time.monotonic()
         try:
-            return await run_episode(
+            rollout = await run_episode(
                 rollout_id=key,
                 task=ticket.task,
                 attempt=ticket.attempt,
@@ -178,6 +180,7 @@ class TrainingEpisodes:
                 extra_samples=config.extra_samples,
                 teacher_vocabulary=vocabulary,
             )
+            return rollout, began
         finally:
             # Scoring needs no environment; the next episode can have it.
             pool.release(handle)
