@@ -10,6 +10,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import gymnasium
@@ -120,9 +121,9 @@ class TextEnv(gymnasium.Env[str, str]):
     action_space: TextSpace
 
     def __init__(self, *, max_turns: int | None = 30, render_mode: str | None = None):
-        if max_turns is not None and max_turns < 1:
+        if max_turns is not None and (not isinstance(max_turns, Integral) or max_turns < 1):
             raise ConfigError(
-                f"max_turns={max_turns}; give a number of turns of at least 1, or None for no limit"
+                f"max_turns={max_turns!r}; give a number of turns of at least 1, or None for no limit"
             )
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise ConfigError(

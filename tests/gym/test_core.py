@@ -246,3 +246,9 @@ def test_a_reset_that_is_refused_leaves_no_episode_running(options):
         env.reset(options=options)
     with pytest.raises(ResetNeeded):
         env.step("right")
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "30"])
+def test_a_limit_that_is_no_number_of_turns_is_refused(value):
+    with pytest.raises(ConfigError, match="max_turns"):
+        Corridor(max_turns=value)

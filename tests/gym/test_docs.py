@@ -159,3 +159,14 @@ def test_the_environments_page_names_info_keys_splits_styles_and_wrappers():
         assert f"`{name}`" in text, name
     for name in ("StepLimit", "NoProgress", "ReplayPrefix", "TeacherHandoff", "Transcript"):
         assert hasattr(wrappers, name) and f"`{name}(" in text
+
+
+@pytest.mark.parametrize("page", ["field_reports.md", "serving.md", "scale.md", "log.md"])
+def test_tests_that_a_page_names_exist(page):
+    text = (DOCS / page).read_text("utf-8")
+    files = re.findall(r"`(tests/[\w/]+\.py)`", text)
+    assert files or page == "log.md"
+    assert not [file for file in files if not (DOCS.parent / file).is_file()]
+    for file, names in re.findall(r"`(tests/[\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", text):
+        source = (DOCS.parent / file).read_text("utf-8")
+        assert not [name for name in re.findall(r"`(\w+)`", names) if f"def {name}(" not in source], file
