@@ -168,8 +168,10 @@ def _clear_abandoned(parent: Path) -> None:
     """Delete what killed trainers left: nobody holds the lock of their folders any more."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime < _YOUNG_S:
+            lock = folder / "lock"
+            # Of a folder that is just being made nobody holds the lock yet. The folder's own time is that of its last file.
+            if time.time() - (lock if lock.exists() else folder).stat().st_mtime < _YOUNG_S:
                 continue
-            with open(folder / "lock") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(lock, "a") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)

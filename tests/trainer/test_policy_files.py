@@ -80,18 +80,24 @@ def test_the_run_directory_is_used_when_memory_is_too_small(files, tmp_path):
 
 
 def test_what_a_killed_trainer_left_is_cleared_and_what_a_living_one_holds_is_not(files, tmp_path):
-    dead, living, young = (
-        tmp_path / "shm" / f"divopd-policies-{name}" for name in ("dead", "living", "young")
+    dead, living, young, halfway = (
+        tmp_path / "shm" / f"divopd-policies-{name}" for name in ("dead", "living", "young", "halfway")
     )
+    long_ago = (time.time() - 3600,) * 2
     for folder in (dead, living, young):
         folder.mkdir()
         (folder / "lock").write_text("")
         if folder is not young:
-            os.utime(folder, (time.time() - 3600,) * 2)
+            os.utime(folder / "lock", long_ago)
+    # Killed a moment after it wrote weights; killed before it had the lock.
+    (dead / "policy-00000009.safetensors").write_text("weights")
+    halfway.mkdir()
+    os.utime(halfway, long_ago)
     with open(living / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         send(files, 1)
-        assert not dead.exists() and living.exists() and young.exists()
+        assert not dead.exists() and not halfway.exists()
+        assert living.exists() and young.exists()
 
 
 @pytest.mark.parametrize(("gpu", "bf16", "dtype"), [(1, 1, "bfloat16"), (1, 0, "float32"), (0, 1, "float32")])
