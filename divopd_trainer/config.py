@@ -360,10 +360,9 @@ class DivOPDConfig(AsyncDistillationConfig):
             self.max_staleness = 1
         self.max_completion_length = self.max_tokens
         self.save_strategy, self.save_steps = ("steps", self.save_every) if self.save_every else ("no", 500)
-        on_gpu = torch.cuda.is_available() and not self.use_cpu
         if self.bf16 is None:
-            self.bf16 = on_gpu and not self.fp16
-        if not on_gpu:
+            self.bf16 = self.on_gpu and not self.fp16
+        if not self.on_gpu:
             self.dataloader_pin_memory = False
         # The old name would warn; transformers lets the new one rule.
         if self.activation_checkpointing is None:
@@ -372,12 +371,12 @@ class DivOPDConfig(AsyncDistillationConfig):
         if self.teacher_temperature is None:
             self.teacher_temperature = self.temperature if self.engine == "local" else 1.0
         if self.sync_probe_limit is None:
-            self.sync_probe_limit = 0.05 if on_gpu or self.bf16 or self.fp16 else 0.02
+            self.sync_probe_limit = 0.05 if self.on_gpu or self.bf16 or self.fp16 else 0.02
         if self.engine == "vllm" and self.weight_sync is None:
             self.weight_sync = "lora" if self.lora_rank else "file"
         if self.env_workers is None:
             self.env_workers = self.max_concurrent
-        if self.learner_threads is None and not on_gpu:
+        if self.learner_threads is None and not self.on_gpu:
             self.learner_threads = 1
         if self.resume_from_checkpoint in ("true", "True", "last"):
             self.resume_from_checkpoint = True
@@ -399,6 +398,11 @@ class DivOPDConfig(AsyncDistillationConfig):
             "seed": self.seed,
             "beta": self.advantage_scale,
         }
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the learner computes on a GPU."""
+        return torch.cuda.is_available() and not self.use_cpu
 
     @property
     def n_gpu(self) -> int:

@@ -34,8 +34,7 @@ class HandOver:
         self._trainer, args = trainer, trainer.args
         self.of_adapter = args.engine == "vllm" and args.weight_sync == "lora"
         # Engines on a GPU compute in bfloat16 and would round the weights themselves.
-        on_gpu = torch.cuda.is_available() and not args.use_cpu
-        self._dtype = torch.bfloat16 if on_gpu and args.bf16 and not self.of_adapter else None
+        self._dtype = torch.bfloat16 if args.on_gpu and args.bf16 and not self.of_adapter else None
         self.probe_next = False
         self._syncs = 0
 

@@ -31,28 +31,23 @@ class PolicyWriteError(DivOPDError, RuntimeError):
     """Weights could not be handed to the explorer."""
 
 
-def _write(tensors: Iterable[tuple[str, Any]], folder: Path, version: int) -> Path:
-    from .engines.weights import write_policy
-
-    return Path(write_policy(tensors, folder, version))
-
-
 class PolicyFiles:
     """Writes policy versions, remembers where they lie, and deletes them in time.
 
     Args:
         run_dir: Fallback place (``run_dir/.weights``) when there is no shared memory or too little of it.
         version: Called when weights are sent; gives the version that they are.
+        write: ``write(tensors, folder, version) -> path``; a reader must see all of it or nothing.
         size_bytes: What one file will take; shared memory is used only if eight of them fit.
-        write: ``write(tensors, folder, version) -> path``; the default writes safetensors atomically.
     """
 
     def __init__(
         self,
         run_dir: str | Path,
         version: Callable[[], int],
+        *,
+        write: Callable[[Iterable[tuple[str, Any]], Path, int], Path],
         size_bytes: int = 0,
-        write: Callable[[Iterable[tuple[str, Any]], Path, int], Path] = _write,
     ) -> None:
         self._version = version
         self._write = write

@@ -102,8 +102,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
             checkpoints.set_aside(self.run_dir.checkpoints, self._resume, warnings.warn)
             side_state = checkpoints.load_side_state(self._resume) if self._resume else None
             worker = explorer(side_state and side_state.explorer, self._resume)
-        on_gpu = torch.cuda.is_available() and not args.use_cpu
-        attention = attention_options(on_gpu, bool(args.bf16 or args.fp16))
+        attention = attention_options(args.on_gpu, bool(args.bf16 or args.fp16))
         args.model_init_kwargs = attention | dict(args.model_init_kwargs or {})
         if peft_config is None and args.lora_rank:
             peft_config = make_lora(args.lora_rank, args.lora_alpha, args.lora_targets)
@@ -112,7 +111,7 @@ class DivOPDTrainer(AsyncDistillationTrainer):
         self.policy_files = PolicyFiles(
             args.run_dir, lambda: self.model_version + 1, write=self.hand_over.write
         )
-        with _peak_flops_only_on_gpu(on_gpu), _quiet("transformers.trainer_callback"):
+        with _peak_flops_only_on_gpu(args.on_gpu), _quiet("transformers.trainer_callback"):
             super().__init__(
                 model=args.model,
                 args=args,

@@ -101,11 +101,8 @@ def test_what_a_killed_trainer_left_is_cleared_and_what_a_living_one_holds_is_no
 
 
 @pytest.mark.parametrize(("gpu", "bf16", "dtype"), [(1, 1, "bfloat16"), (1, 0, "float32"), (0, 1, "float32")])
-def test_weights_are_handed_over_in_the_type_that_engines_on_a_gpu_compute_in(
-    tmp_path, monkeypatch, gpu, bf16, dtype
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpu))
-    args = SimpleNamespace(engine="local", weight_sync=None, use_cpu=False, bf16=bool(bf16))
+def test_weights_are_handed_over_in_the_type_that_engines_on_a_gpu_compute_in(tmp_path, gpu, bf16, dtype):
+    args = SimpleNamespace(engine="local", weight_sync=None, on_gpu=bool(gpu), bf16=bool(bf16))
     model = torch.nn.Linear(3, 2)
     accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     hand_over = HandOver(SimpleNamespace(args=args, accelerator=accelerator, model=model))

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_vllm import FakeSync, FakeVLLM
+from fake_vllm import FakeSync
 from learner_fakes import config, save_student
 from transformers import AutoTokenizer
 
@@ -28,17 +28,8 @@ def tokenizer(student):
 
 
 @pytest.fixture
-def serve(tokenizer):
-    started = []
-
-    def start(**options):
-        started.append(FakeVLLM(**{"tokenizer": tokenizer, **options}))
-        return started[-1]
-
-    yield start
-    for fake in started:
-        if fake.alive:
-            fake.stop()
+def serve(serve, tokenizer):
+    return lambda **options: serve(**{"tokenizer": tokenizer, **options})
 
 
 @pytest.fixture

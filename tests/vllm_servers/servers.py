@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import torch
+from transformers import AutoModelForCausalLM
 
 from divopd_trainer.engines.sync_probe import LIMIT
 from divopd_trainer.launch import _healthy, _tail
@@ -131,3 +133,15 @@ def check_run(run_dir):
     assert max(gaps) <= LIMIT
     versions = {turn.policy_version for one in read_rollouts(run_dir) for turn in one.turns}
     assert len(versions) >= 3
+
+
+def model_of(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def reference(model, ids):
+    """float [T]: log-prob of each token after the first, given those before it; NaN for the first."""
+    logits = model(input_ids=torch.tensor([list(map(int, ids))])).logits[0].float()
+    chosen = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids[1:].astype(np.int64))[:, None])
+    return np.concatenate([[np.nan], chosen[:, 0].numpy()])

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from servers import MODELS, Server, run_values
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from servers import MODELS, Server, model_of, reference, run_values
+from transformers import AutoTokenizer
 
 from divopd_trainer.chat import ChatCodec
 from divopd_trainer.config_files import config_from_mapping
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
     """The tiny student with a head of its own: vLLM keeps a tied one as it was on a CPU."""
-    model = AutoModelForCausalLM.from_pretrained(MODELS / "student", dtype=torch.float32)
+    model = model_of(MODELS / "student")
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     folder = tmp_path_factory.mktemp("untied")
@@ -37,7 +37,7 @@ def untied(tmp_path_factory):
 
 def trained_policy(student, folder, version):
     """A policy file with its probe, and the model that it is of."""
-    model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32).eval()
+    model = model_of(student)
     generator = torch.Generator().manual_seed(version)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,13 +48,10 @@ def trained_policy(student, folder, version):
     return path, model
 
 
-@torch.no_grad()
 def assert_served_by(model, answer):
     """The response's log-probs are the model's own."""
-    ids, n = torch.tensor([answer["ids"]]), len(answer["logprobs"])
-    scores = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1)
-    own = scores.gather(1, ids[0, 1:, None])[-n:, 0]
-    np.testing.assert_allclose(answer["logprobs"], own.numpy(), atol=LIMIT)
+    own = reference(model, np.array(answer["ids"]))[-len(answer["logprobs"]) :]
+    np.testing.assert_allclose(answer["logprobs"], own, atol=LIMIT)
 
 
 def test_policies_are_broadcast_and_a_restarted_server_gets_the_current_one(tmp_path, vllm_python, untied):

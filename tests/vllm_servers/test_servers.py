@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from servers import check_run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from servers import check_run, model_of, reference
+from transformers import AutoTokenizer
 
 from divopd_trainer.chat import ChatCodec
 from divopd_trainer.config_files import config_from_mapping
@@ -50,18 +50,6 @@ WORDS = [
 @pytest.fixture(scope="module")
 def codec(adapter_run):
     return ChatCodec(AutoTokenizer.from_pretrained(adapter_run[0]["model"]))
-
-
-def model_of(path):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def reference(model, ids):
-    """float [T]: log-prob of each token after the first, given those before it; NaN for the first."""
-    logits = model(input_ids=torch.tensor([list(map(int, ids))])).logits[0].float()
-    chosen = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(ids[1:].astype(np.int64))[:, None])
-    return np.concatenate([[np.nan], chosen[:, 0].numpy()])
 
 
 def rollout(codec, rng, turns, words=3):

@@ -95,11 +95,8 @@ def find_split(
 
 def _state(folder: Path) -> tuple[int, ...]:
     """What changes when games come or go, such as by a download that goes on."""
-    return tuple(
-        stat.st_mtime_ns
-        for one in (folder, *sorted(folder.iterdir()))
-        if (stat := one.stat()) and one.is_dir()
-    )
+    folders = [folder, *sorted(one for one in folder.iterdir() if one.is_dir())]
+    return tuple(one.stat().st_mtime_ns for one in folders)
 
 
 @functools.lru_cache(maxsize=16)
