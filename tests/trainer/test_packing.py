@@ -1,13 +1,13 @@
 import dataclasses
 import datetime
 import multiprocessing
-import socket
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learner_fakes import rank_port
 
 from divopd_gym.errors import ConfigError
 from divopd_trainer.losses import (
@@ -166,9 +166,7 @@ def rank_gradients(rank, world, port):
 
 
 def test_two_ranks_have_the_gradient_of_one():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = rank_port()
     other = multiprocessing.get_context("spawn").Process(
         target=rank_gradients, args=(1, 2, port), daemon=True
     )

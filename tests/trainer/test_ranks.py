@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from learner_fakes import save_student
+from learner_fakes import rank_port, save_student
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -35,9 +34,7 @@ SHARDED = {
 def ranks(student, folder, world, *, sharded=False, during=lambda processes: None, **changes):
     """Run so many ranks to their end; what each saved. `during` is called with their processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = rank_port()
     processes = []
     for rank in range(world):
         env = os.environ | {

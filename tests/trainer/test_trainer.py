@@ -5,7 +5,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_fakes import VOCAB, FakeExplorer, config, random_rollout, save_student
+from learner_fakes import VOCAB, FakeExplorer, config, random_rollout, rank_port, save_student
 from transformers import AutoModelForCausalLM
 from two_ranks import capture
 
@@ -250,9 +249,7 @@ def test_gradient_does_not_depend_on_micro_batches_or_packing(tmp_path, student,
 
 def test_two_ranks_take_the_same_step_as_one(tmp_path, student, reference):
     """Field report 5: gloo, two processes, the real trainer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = rank_port()
     script = Path(__file__).with_name("two_ranks.py")
     ranks = []
     for rank in range(2):
