@@ -51,8 +51,8 @@ def server():
             body = plan.content[start:]
             if plan.cut_after is not None:
                 body = body[: plan.cut_after]
+            plan.sent.append(len(body))  # before the bytes: a client may be done with them sooner
             self.wfile.write(body)
-            plan.sent.append(len(body))
             self.close_connection = True
             return None
 
