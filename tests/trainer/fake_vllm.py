@@ -168,7 +168,7 @@ class FakeVLLM:
             return self._send(handler, 200, {"tokens": ids, "count": len(ids)})
         if handler.path == "/v1/load_lora_adapter" and self.adapters:
             if not body["lora_name"] or body["lora_name"] in self.loaded:
-                return self._error(handler, 400, "already loaded, or no name")
+                return self._send(handler, *self._failure(400, "already loaded, or no name"))
             self.loads += 1
             self.loaded[body["lora_name"]] = int(body["lora_path"])
             return self._send(handler, 200, "Success")
@@ -185,32 +185,32 @@ class FakeVLLM:
                 self.most_running = max(self.running, self.most_running)
                 fault = self.faults.popleft() if self.faults else None
             try:
-                return self._complete(handler, body, fault)
+                answer = self._complete(body, fault)
             finally:
-                with self._lock:
+                with self._lock:  # before the answer leaves: its client may ask again sooner
                     self.running -= 1
+            if fault == "drop":
+                return handler.connection.shutdown(socket.SHUT_RDWR)
+            return self._send(handler, *answer, cut=fault == "truncate")
         return self._send(handler, 404, {"detail": "Not Found"})
 
-    def _complete(self, handler, body, fault):
+    def _complete(self, body, fault):
+        """Status and content of the answer."""
         time.sleep(self.delay)
         if isinstance(fault, tuple) and fault[0] == "late":
             time.sleep(fault[1])
         if isinstance(fault, int):
-            return self._error(handler, fault, f"fault {fault}")
-        if fault == "drop":
-            return handler.connection.shutdown(socket.SHUT_RDWR)
+            return self._failure(fault, f"fault {fault}")
         prompt = body["prompt"]
         if len(prompt) + body["max_tokens"] > self.max_model_len:
-            return self._error(
-                handler, 400, f"This model's maximum context length is {self.max_model_len} tokens."
-            )
+            return self._failure(400, f"This model's maximum context length is {self.max_model_len} tokens.")
         if max(prompt) >= self.vocab:
-            return self._error(handler, 400, "Token id is out of vocabulary")
+            return self._failure(400, "Token id is out of vocabulary")
         if max(body.get("prompt_logprobs") or 0, body.get("logprobs") or 0) > self.max_logprobs:
-            return self._error(handler, 400, "Requested more log-probs than max allowed")
+            return self._failure(400, "Requested more log-probs than max allowed")
         model = body.get("model")
         if model is not None and model != "base" and model not in self.loaded:
-            return self._error(handler, 404, f"The model `{model}` does not exist.")
+            return self._failure(404, f"The model `{model}` does not exist.")
         weights = self.loaded.get(model, self.weights)
         answer = {"choices": [self._sample(body, prompt, weights)], "usage": {"prompt_tokens": len(prompt)}}
         if body.get("prompt_logprobs") is not None:
@@ -226,7 +226,7 @@ class FakeVLLM:
                 values[:] = [float("nan")] * len(values)
         if isinstance(fault, tuple) and fault[0] == "edit":
             fault[1](answer)
-        return self._send(handler, 200, answer, cut=fault == "truncate")
+        return 200, answer
 
     def _sample(self, body, prompt, weights):
         rng = np.random.default_rng(body.get("seed"))
@@ -277,8 +277,9 @@ class FakeVLLM:
         self._send(handler, 401, {"error": "Unauthorized"})
         return True
 
-    def _error(self, handler, status, message):
-        self._send(handler, status, {"error": {"message": message, "code": status}})
+    @staticmethod
+    def _failure(status, message):
+        return status, {"error": {"message": message, "code": status}}
 
     def _send(self, handler, status, content, cut=False):
         text = isinstance(content, str)

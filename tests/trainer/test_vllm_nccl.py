@@ -75,14 +75,14 @@ class NCCLServer(FakeVLLM):
         path = handler.path.partition("?")[0]
         if path in self.answers:
             self.requests.append((handler.path, body))
-            return self._error(handler, *self.answers.pop(path))
+            return self._send(handler, *self._failure(*self.answers.pop(path)))
         act = getattr(self, "_" + path.strip("/"), None)
         if act is None or not self.transfer:
             return super()._post(handler, body)
         with self._lock:
             self.requests.append((handler.path, body))
         problem = act(body)
-        return self._error(handler, 500, problem) if problem else self._send(handler, 200, {})
+        return self._send(handler, *self._failure(500, problem) if problem else (200, {}))
 
     def _pause(self, body):
         self.paused = True
