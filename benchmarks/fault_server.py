@@ -16,7 +16,7 @@ TURN_S = 0.05
 
 
 class FaultServer(FakeVLLM):
-    """A `FakeVLLM` on a given port that logs what it answered and takes its faults over HTTP.
+    """A `FakeVLLM` on a given port that logs its answers as it gives them and takes its faults over HTTP.
 
     ``POST /fake/faults {"faults": [...]}`` queues faults for the next completions. The log has one JSON object a
     completion: when, the request's seed, whether it was scoring, the fault.
@@ -39,10 +39,11 @@ class FaultServer(FakeVLLM):
         self.faults.extend(tuple(f) if isinstance(f, list) else f for f in body["faults"])
         return self._send(handler, 200, {})
 
-    def _complete(self, handler, body, fault):
-        super()._complete(handler, body, fault)
+    def _complete(self, body, fault):
+        answer = super()._complete(body, fault)
         line = {"t": time.time(), "seed": body.get("seed"), "fault": fault}
         self.log.write(json.dumps(line | {"scoring": body.get("prompt_logprobs") is not None}) + "\n")
+        return answer
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ __all__ = ["PolicyFiles", "PolicyWriteError"]
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "divopd-policies-"
-_YOUNG_S = 10.0
+_MAKING_S = 60.0
 
 
 class PolicyWriteError(DivOPDError, RuntimeError):
@@ -68,9 +68,7 @@ class PolicyFiles:
                 parent = _MEMORY
             parent.mkdir(parents=True, exist_ok=True)
             _clear_abandoned(parent)
-            self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            self._lock = open(self._folder / "lock", "w")  # noqa: SIM115
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self._folder, self._lock = _make_folder(parent)
         return self._folder
 
     def path(self, version: int) -> Path:
@@ -159,14 +157,21 @@ def _delete(policy: Path) -> None:
     probe_file(policy).unlink(missing_ok=True)
 
 
+def _make_folder(parent: Path) -> tuple[Path, IO[str]]:
+    """A new folder and its held lock; it gets the name that `_clear_abandoned` looks for once the lock is held."""
+    making = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
+    lock = open(making / "lock", "w")  # noqa: SIM115
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return making.rename(parent / making.name[1:]), lock
+
+
 def _clear_abandoned(parent: Path) -> None:
     """Delete what killed trainers left: nobody holds the lock of their folders any more."""
     for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), open(folder / "lock", "a") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    for making in parent.glob(f".{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            lock = folder / "lock"
-            # Of a folder that is just being made nobody holds the lock yet. The folder's own time is that of its last file.
-            if time.time() - (lock if lock.exists() else folder).stat().st_mtime < _YOUNG_S:
-                continue
-            with open(lock, "a") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+            if time.time() - making.stat().st_mtime > _MAKING_S:
+                shutil.rmtree(making, ignore_errors=True)

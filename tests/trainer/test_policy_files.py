@@ -15,7 +15,7 @@ from divopd_trainer.policy_files import PolicyFiles
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch):
+def make_files(tmp_path, monkeypatch):
     monkeypatch.setattr(policy_files, "_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
 
@@ -24,10 +24,21 @@ def files(tmp_path, monkeypatch):
         path.write_text(",".join(name for name, _ in tensors))
         return path
 
-    versions = iter(range(100))
-    made = PolicyFiles(tmp_path / "run", lambda: next(versions), write=write)
-    yield made
-    made.destroy()
+    made = []
+
+    def make():
+        versions = iter(range(100))
+        made.append(PolicyFiles(tmp_path / "run", lambda: next(versions), write=write))
+        return made[-1]
+
+    yield make
+    for files in made:
+        files.destroy()
+
+
+@pytest.fixture
+def files(make_files):
+    return make_files()
 
 
 def send(files, count):
@@ -79,25 +90,28 @@ def test_the_run_directory_is_used_when_memory_is_too_small(files, tmp_path):
     assert not (tmp_path / "run" / ".weights").exists()
 
 
-def test_what_a_killed_trainer_left_is_cleared_and_what_a_living_one_holds_is_not(files, tmp_path):
-    dead, living, young, halfway = (
-        tmp_path / "shm" / f"divopd-policies-{name}" for name in ("dead", "living", "young", "halfway")
-    )
-    long_ago = (time.time() - 3600,) * 2
-    for folder in (dead, living, young):
+def test_what_a_killed_trainer_left_is_cleared_at_once_and_what_a_living_one_holds_is_not(files, tmp_path):
+    shm = tmp_path / "shm"
+    dead, living, unlocked = (shm / f"divopd-policies-{name}" for name in ("dead", "living", "unlocked"))
+    making, given_up = (shm / f".divopd-policies-{name}" for name in ("making", "given-up"))
+    for folder in (dead, living, unlocked, making, given_up):
         folder.mkdir()
+    for folder in (dead, living, given_up):
         (folder / "lock").write_text("")
-        if folder is not young:
-            os.utime(folder / "lock", long_ago)
-    # Killed a moment after it wrote weights; killed before it had the lock.
     (dead / "policy-00000009.safetensors").write_text("weights")
-    halfway.mkdir()
-    os.utime(halfway, long_ago)
+    os.utime(given_up, (time.time() - 3600,) * 2)
     with open(living / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         send(files, 1)
-        assert not dead.exists() and not halfway.exists()
-        assert living.exists() and young.exists()
+        assert sorted(shm.iterdir()) == sorted([living, making, files.folder])
+    assert (files.folder / "lock").exists()
+
+
+def test_two_trainers_of_one_machine_leave_each_other_alone(files, make_files):
+    send(files, 1)
+    other = make_files()
+    send(other, 1)
+    assert files.path(0).exists() and other.path(0).exists() and files.folder != other.folder
 
 
 @pytest.mark.parametrize(("gpu", "bf16", "dtype"), [(1, 1, "bfloat16"), (1, 0, "float32"), (0, 1, "float32")])
