@@ -1,9 +1,6 @@
 """A tiny student on disk and explorers that need no process, for tests of the learner's side."""
 
-import contextlib
 import queue
-import random
-import socket
 from collections import deque
 
 import numpy as np
@@ -16,15 +13,6 @@ from divopd_trainer.explorer.messages import Evaluate, ExplorerState, Heartbeat,
 from divopd_trainer.turns import Rollout, Segment, make_turn
 
 VOCAB = 64
-
-
-def rank_port():
-    """A free port for ranks to meet at, below those that the system hands out: seconds pass before they bind it."""
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
 
 
 def save_student(path, seed=0, vocab=VOCAB):

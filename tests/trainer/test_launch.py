@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from ports import free_port
 
 from divopd_gym.errors import ConfigError
 from divopd_trainer import serve
@@ -34,12 +35,6 @@ print("serving", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), H).serve_forever()
 """
 DEADLINE_S = 180
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def python(code, *argv):

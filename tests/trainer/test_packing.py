@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_fakes import rank_port
+from ports import free_port
 
 from divopd_gym.errors import ConfigError
 from divopd_trainer.losses import (
@@ -166,7 +166,7 @@ def rank_gradients(rank, world, port):
 
 
 def test_two_ranks_have_the_gradient_of_one():
-    port = rank_port()
+    port = free_port()
     other = multiprocessing.get_context("spawn").Process(
         target=rank_gradients, args=(1, 2, port), daemon=True
     )

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from learner_fakes import rank_port, save_student
+from learner_fakes import save_student
+from ports import free_port
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -34,7 +35,7 @@ SHARDED = {
 def ranks(student, folder, world, *, sharded=False, during=lambda processes: None, **changes):
     """Run so many ranks to their end; what each saved. `during` is called with their processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    port = rank_port()
+    port = free_port()
     processes = []
     for rank in range(world):
         env = os.environ | {

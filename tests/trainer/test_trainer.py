@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_fakes import VOCAB, FakeExplorer, config, random_rollout, rank_port, save_student
+from learner_fakes import VOCAB, FakeExplorer, config, random_rollout, save_student
+from ports import free_port
 from transformers import AutoModelForCausalLM
 from two_ranks import capture
 
@@ -249,7 +250,7 @@ def test_gradient_does_not_depend_on_micro_batches_or_packing(tmp_path, student,
 
 def test_two_ranks_take_the_same_step_as_one(tmp_path, student, reference):
     """Field report 5: gloo, two processes, the real trainer."""
-    port = rank_port()
+    port = free_port()
     script = Path(__file__).with_name("two_ranks.py")
     ranks = []
     for rank in range(2):
