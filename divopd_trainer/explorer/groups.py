@@ -49,8 +49,7 @@ class Finished:
 class Groups:
     """Holds finished episodes until their group is whole, so that none of it is sent, or lost, without the others.
 
-    But an explorer that is killed, or a checkpoint that is cut, between the messages of one group splits it: the rest is
-    played again and compared with itself alone.
+    They go in one message, so no death of an explorer and no checkpoint splits a group.
 
     Args:
         size: Attempts a task and epoch; 1 holds nothing.

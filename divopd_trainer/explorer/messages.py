@@ -25,6 +25,7 @@ __all__ = [
     "ExplorerState",
     "Fatal",
     "GetState",
+    "GroupDone",
     "Heartbeat",
     "PolicyLoaded",
     "PoolStatus",
@@ -216,6 +217,17 @@ class RolloutDone:
     ticket: Ticket
     usable: int = 0
     depth: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class GroupDone:
+    """Episodes of one task that are compared with each other: received together or not at all.
+
+    Attributes:
+        members: At least two, in the order of their attempts.
+    """
+
+    members: tuple[RolloutDone, ...]
 
 
 @dataclass(frozen=True)

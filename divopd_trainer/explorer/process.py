@@ -31,6 +31,7 @@ from .messages import (
     ExplorerState,
     Fatal,
     GetState,
+    GroupDone,
     Heartbeat,
     PolicyLoaded,
     PoolStatus,
@@ -377,14 +378,15 @@ class ExplorerProcess:
     def _receive(self, message: Any, begun_with: SetPolicy | None) -> str | None:
         """Take in one message; the reason if it says that the explorer gives up."""
         self._heard = time.monotonic()
-        if isinstance(message, RolloutDone):
-            with self._lock:
-                self._state.next_rollout_id = message.rollout.rollout_id + 1
-                self._state.depth = message.depth or self._state.depth
-                self._received += message.usable
-                self.rollout_buffer.put(message.rollout)
-                # Last, for `exhausted` is asked without the lock: what it speaks of must be in the buffer.
-                self._frontier.finish(message.ticket)
+        if isinstance(message, (RolloutDone, GroupDone)):
+            with self._lock:  # of a group all or none is in a state
+                for done in message.members if isinstance(message, GroupDone) else (message,):
+                    self._state.next_rollout_id = done.rollout.rollout_id + 1
+                    self._state.depth = done.depth or self._state.depth
+                    self._received += done.usable
+                    self.rollout_buffer.put(done.rollout)
+                    # Last, for `exhausted` is asked without the lock: what it speaks of must be in the buffer.
+                    self._frontier.finish(done.ticket)
         elif isinstance(message, Heartbeat):
             with self._lock:
                 self.heartbeat = message

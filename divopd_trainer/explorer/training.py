@@ -17,7 +17,7 @@ from .deadline import within
 from .depth import DepthControl
 from .episode import renumber, run_episode, score_rollout
 from .groups import Finished, Groups
-from .messages import EpisodeFailed, ExplorerError, ExplorerState, RolloutDone
+from .messages import EpisodeFailed, ExplorerError, ExplorerState, GroupDone, RolloutDone
 from .review import ReviewContext
 from .scoring import ScoringGate
 from .tasks import Ticket
@@ -227,6 +227,7 @@ class TrainingEpisodes:
         """Send an episode, or the whole group that it completes."""
         explorer = self.explorer
         # No await lies between finishing a ticket and sending its rollout, so a state taken in between is clean.
+        done = []
         for member in self.groups.add(finished):
             rollout, ticket = member.rollout, member.ticket
             if rollout is None:
@@ -241,7 +242,9 @@ class TrainingEpisodes:
             explorer.counters.episode(rollout, stale=len(valid) - usable, scored=member.scored)
             explorer.pacer.deliver(member.held, usable)
             explorer.schedule.finish(ticket)
-            explorer.channel.send(RolloutDone(rollout, ticket, usable, self.depth.state_dict()))
+            done.append(RolloutDone(rollout, ticket, usable, self.depth.state_dict()))
+        if done:
+            explorer.channel.send(done[0] if len(done) == 1 else GroupDone(tuple(done)))
 
     def _all_stale(self, rollout: Rollout) -> bool:
         oldest = self.explorer.pacer.oldest_usable

@@ -6,12 +6,12 @@ import contextlib
 from fakes import ENV_ID
 
 from divopd_trainer.explorer.config import ExplorerConfig
-from divopd_trainer.explorer.messages import ExplorerState
+from divopd_trainer.explorer.messages import ExplorerState, GroupDone
 from divopd_trainer.explorer.worker import Explorer
 
 
 class FakeChannel:
-    """Keeps what the explorer says; `say` talks to it."""
+    """Keeps what the explorer says, groups also as their episodes; `say` talks to it."""
 
     def __init__(self):
         self.said = []
@@ -22,7 +22,7 @@ class FakeChannel:
         self.deliver = deliver
 
     def send(self, message):
-        self.said.append(message)
+        self.said += [message, *message.members] if isinstance(message, GroupDone) else [message]
         self.news.set()
 
     def say(self, message):

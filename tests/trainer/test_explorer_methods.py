@@ -15,6 +15,7 @@ from divopd_trainer.explorer.messages import (
     ExplorerError,
     ExplorerState,
     GetState,
+    GroupDone,
     PolicyLoaded,
     PoolStatus,
     Ready,
@@ -69,6 +70,7 @@ def test_groups_are_sent_whole_and_in_order_however_few_play_at_once(concurrent,
         attempts = [r.attempt for r in group]
         assert attempts == list(range(attempts[0], attempts[0] + 4))
         assert sum(r.meta["group_advantage"] for r in group) == pytest.approx(0)
+    assert [len(done.members) for done in channel.of(GroupDone)] == [4] * 8
 
 
 def test_a_group_is_begun_whole_even_if_the_pace_allows_only_a_part_of_it():

@@ -20,6 +20,7 @@ from divopd_trainer.explorer.messages import (
     ExplorerState,
     Fatal,
     GetState,
+    GroupDone,
     PolicyLoaded,
     PoolStatus,
     Ready,
@@ -335,6 +336,25 @@ def test_nothing_is_exhausted_before_its_last_rollout_is_in_the_buffer():
     process._receive(RolloutDone(Rollout(0), ticket), None)
     assert seen == [False]
     assert process.exhausted
+
+
+def test_no_state_lies_between_the_episodes_of_a_group():
+    class Buffer(RolloutBuffer):
+        def put(self, rollout):
+            super().put(rollout)
+            asker = threading.Thread(target=lambda: seen.append(process.state()))
+            asker.start()
+            asker.join(0.1)
+            askers.append(asker)
+
+    seen, askers = [], []
+    process = ExplorerProcess(config(epochs=1), buffer=Buffer())
+    process._frontier = Frontier(3)
+    group = tuple(RolloutDone(Rollout(i), Ticket(0, i, "a", i)) for i in range(3))
+    process._receive(GroupDone(group), None)
+    for asker in askers:
+        asker.join(10)
+    assert [(state.next_rollout_id, state.schedule["finished"]) for state in seen] == [(3, 3)] * 3
 
 
 def test_what_cannot_be_pickled_is_said_and_is_no_silence():
