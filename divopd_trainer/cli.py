@@ -20,7 +20,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": (
         "train",
-        "distil a student from a teacher: divopd train --config FILE.yaml --learning_rate 2e-6",
+        "distil a student from a teacher: divopd train FILE.yaml --learning_rate 2e-6",
     ),
     "launch": ("launch", "start a run's vLLM servers and its trainer together: divopd launch FILE.yaml"),
     "serve": ("serve", "run one vLLM server of a run by itself"),
@@ -58,7 +58,7 @@ def _help() -> str:
             *lines,
             "",
             "divopd COMMAND --help shows a command's options with units and defaults. Options can come from a YAML file",
-            "(--config FILE.yaml) where the help says so; the command line wins. DIVOPD_DEBUG=1 shows tracebacks.",
+            "(FILE.yaml or --config FILE.yaml) where the help says so; the command line wins. DIVOPD_DEBUG=1 shows tracebacks.",
         ]
     )
 

@@ -19,7 +19,10 @@ from typing import Any
 
 from divopd_gym.errors import ConfigError
 
-__all__ = ["Parser", "add_function_options", "check_names", "console", "mapping", "read_yaml", "whole_number"]
+__all__ = [
+    "Parser", "add_function_options", "check_names", "console", "mapping", "named_file", "read_yaml", "take_option",
+    "whole_number",
+]  # fmt: skip
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -37,7 +40,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescription
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse` with ``--config FILE.yaml`` and defaults in the help.
+    """`argparse` with ``[--config] FILE.yaml`` and defaults in the help.
 
     Args:
         command: Name after ``divopd``.
@@ -54,18 +57,21 @@ class Parser(argparse.ArgumentParser):
         """Parse the command line over the file over the defaults.
 
         Args:
-            argv: The command line.
+            argv: The command line; its first word may be the file where the command has no other words.
             ignore: Keys of the file that another command uses and this one does not.
 
         Raises:
             ConfigError: The file is missing, is no mapping, or has an unknown key or a bad value.
         """
+        argv = list(argv)
+        if all(action.option_strings for action in self._actions):
+            argv = named_file(argv)
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config")
-        path = finder.parse_known_args(list(argv))[0].config
+        path = finder.parse_known_args(argv)[0].config
         if path is not None:
             self._take(read_yaml(path), path, ignore)
-        return self.parse_args(list(argv))
+        return self.parse_args(argv)
 
     def _take(self, values: Mapping[str, Any], path: str, ignore: Collection[str]) -> None:
         actions = {action.dest: action for action in self._actions if action.dest not in ("help", "config")}
@@ -126,6 +132,44 @@ def check_names(names: Sequence[str], known: Collection[str], where: str) -> Non
         f"Unknown option{'s' if len(unknown) > 1 else ''} in {where}: {', '.join(parts)}. Known options: "
         f"{', '.join(sorted(known))}."
     )
+
+
+def take_option(argv: list[str], name: str) -> tuple[list[str], str | None]:
+    """A command line without one of its options, and that option's value.
+
+    Args:
+        argv: The command line.
+        name: Such as ``--config``; ``--config=VALUE`` is understood too.
+
+    Raises:
+        ConfigError: The value is missing.
+    """
+    for at, argument in enumerate(argv):
+        if argument.startswith(f"{name}="):
+            return argv[:at] + argv[at + 1 :], argument.partition("=")[2]
+        if argument == name:
+            if at + 1 >= len(argv):
+                what = "the path of a YAML file" if name == "--config" else "a name"
+                raise ConfigError(f"{name} has no value; expected {what} after it.")
+            return argv[:at] + argv[at + 2 :], argv[at + 1]
+    return argv, None
+
+
+def named_file(argv: Sequence[str]) -> list[str]:
+    """A command line whose file of settings, if its first word is one, stands behind ``--config``.
+
+    Raises:
+        ConfigError: Two files are named.
+    """
+    argv = list(argv)
+    if not argv or argv[0].startswith("-"):
+        return argv
+    named = take_option(argv, "--config")[1]
+    if named is not None:
+        raise ConfigError(
+            f"Two files of settings are named, {argv[0]} and {named}; expected one. Leave one out."
+        )
+    return ["--config", *argv]
 
 
 def console() -> Any:

@@ -18,7 +18,7 @@ import yaml
 
 from divopd_gym.errors import ConfigError
 
-from .cli_options import read_yaml
+from .cli_options import named_file, read_yaml, take_option
 from .config import RECOVERY_OPTIONS, DivOPDConfig
 from .methods import MERGED, method_settings
 from .registry import SEAMS, import_plugins
@@ -26,12 +26,12 @@ from .registry import SEAMS, import_plugins
 # After .config, which silences TRL's notice.
 from trl import TrlParser  # isort: skip
 
-__all__ = ["PROFILES", "config_from_mapping", "load_config", "parse_config", "save_config", "take_option"]
+__all__ = ["PROFILES", "config_from_mapping", "load_config", "parse_config", "save_config"]
 
 PROFILES = "profiles"
+"""The key of a file that is no setting."""
 # Noted before a parser is made: it takes None out of the fields' types.
 _OPTIONAL = {f.name for f in dataclasses.fields(DivOPDConfig) if "None" in str(f.type)}
-"""The key of a file that is no setting."""
 
 
 def _check_keys(keys: Sequence[str], where: str) -> None:
@@ -80,14 +80,14 @@ def load_config(
 
 
 def parse_config(argv: Sequence[str]) -> DivOPDConfig:
-    """Command line in TRL's convention: ``--config file.yaml --name value ...``; the command line wins.
+    """Command line in TRL's convention: ``[--config] file.yaml --name value ...``; the command line wins.
 
     ``--profile NAME`` takes one of the file's ``profiles``.
 
     Raises:
         ConfigError: Unknown names or values that cannot work.
     """
-    argv, profile = take_option(list(argv), "--profile")
+    argv, profile = take_option(named_file(argv), "--profile")
     names = [a[2:].partition("=")[0] for a in argv if a.startswith("--") and len(a) > 2]
     fields = {f.name for f in dataclasses.fields(DivOPDConfig)}
     names = [n for n in names if not (n.startswith("no_") and n[3:] in fields)]
@@ -105,6 +105,7 @@ def parse_config(argv: Sequence[str]) -> DivOPDConfig:
     def parse() -> DivOPDConfig:
         # The parser hands over every setting; only what was given may win over the method's preset.
         parser = TrlParser(DivOPDConfig)
+        parser.error = _refuse  # its own would print the usage of 200 options
         given = vars(parser.parse_args(argv))
         absent = vars(parser.parse_args([]))
         named = {a[2:].partition("=")[0].replace("-", "_") for a in argv if a.startswith("--")}
@@ -117,6 +118,13 @@ def parse_config(argv: Sequence[str]) -> DivOPDConfig:
         return config_from_mapping(_over(settings, values), where="the settings")
 
     return _guard(parse, "the command line")
+
+
+def _refuse(message: str) -> None:
+    hint = " The file of settings is the first word." if message.startswith("unrecognized") else ""
+    raise ConfigError(
+        f"The command line: {message}.{hint} 'divopd train --help' lists every setting with its unit."
+    )
 
 
 def _over(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,27 +161,6 @@ def _guard(build: Any, where: str) -> DivOPDConfig:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"Bad value in {where}: {error}") from error
-
-
-def take_option(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """A command line without one of its options, and that option's value.
-
-    Args:
-        argv: The command line.
-        name: Such as ``--config``; ``--config=VALUE`` is understood too.
-
-    Raises:
-        ConfigError: The value is missing.
-    """
-    for at, argument in enumerate(argv):
-        if argument.startswith(f"{name}="):
-            return argv[:at] + argv[at + 1 :], argument.partition("=")[2]
-        if argument == name:
-            if at + 1 >= len(argv):
-                what = "the path of a YAML file" if name == "--config" else "a name"
-                raise ConfigError(f"{name} has no value; expected {what} after it.")
-            return argv[:at] + argv[at + 2 :], argv[at + 1]
-    return argv, None
 
 
 def _read_settings(path: str | os.PathLike, profile: str | None) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def training_file(setting: Setting, method: str) -> str:
     bench = setting.benchmark
     return f"""\
 # {bench.env_id.partition("-")[0]}, {setting.model}, {method}: the setting of DivOPD (arXiv 2609.34838). Written by examples/make_settings.py.
-#   divopd train --check --config {_path(setting, method)}     # what it will take; starts nothing
+#   divopd train --check {_path(setting, method)}     # what it will take; starts nothing
 #   divopd launch {_path(setting, method)}                     # 8 GPUs
 #   divopd launch {_path(setting, method)} --profile one-gpu   # 1 GPU, LoRA
 # Data: {bench.data}.
@@ -193,8 +193,8 @@ def evaluation_file(setting: Setting) -> str:
     kwargs = next((line for line in bench.env_kwargs.splitlines() if line.startswith("env_kwargs")), "")
     return f"""\
 # The published evaluation: {bench.about_tasks}. Written by examples/make_settings.py.
-#   divopd eval --config examples/{setting.folder}/eval.yaml --model runs/{setting.folder}/divopd/final
-#   divopd eval --config examples/{setting.folder}/eval.yaml --policy teacher     # published: {bench.teacher_success} %
+#   divopd eval examples/{setting.folder}/eval.yaml --model runs/{setting.folder}/divopd/final
+#   divopd eval examples/{setting.folder}/eval.yaml --policy teacher     # published: {bench.teacher_success} %
 model: {setting.model}  # published before training: {setting.initial} %
 teacher: {bench.teacher}
 env_id: divopd_gym/{bench.env_id}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from divopd_gym.errors import ConfigError
 
-from ..cli_options import read_yaml
+from ..cli_options import named_file, read_yaml
 
 __all__ = ["main"]
 
@@ -21,6 +21,7 @@ _TINY = "examples/tiny/divopd.yaml"
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="divopd compare",
+        usage="divopd compare [FILE.yaml] [options] [--NAME VALUE ...]",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Run several methods with several seeds, one run after another or --jobs at once, and write a report that compares "
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help=f"settings that all runs share; {_TINY} where there is one",
+        help=f"settings that all runs share, or the first word; {_TINY} where there is one",
         default=argparse.SUPPRESS,
     )
     parser.add_argument("--out", default="runs/compare", metavar="DIR", help="where runs and report go")
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     from ..comparison import Plan, run_all
     from ..config_files import parse_config
 
-    args, settings = _parser().parse_known_args(list(argv))
+    args, settings = _parser().parse_known_args(named_file(argv))
     config = getattr(args, "config", None) or _default_config()
     settings = ["--config", config, *settings]
     methods = [name.strip() for name in args.methods.split(",") if name.strip()]
@@ -117,7 +118,7 @@ def _report(plan: object, done: list, baseline: str | None) -> None:
 def _default_config() -> str:
     if not Path(_TINY).exists():
         raise ConfigError(
-            f"No --config was given and there is no {_TINY} here; expected a YAML file of settings for `divopd train`. "
+            f"No file of settings was given and there is no {_TINY} here; expected a YAML file of settings for `divopd train`. "
             "Name one, or start from the project's root."
         )
     return _TINY

@@ -61,20 +61,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str], command: str = "launch") -> tuple[bool, list[str]]:
-    """(dry run, options for `parse_config`) of a command line whose first word is the file of settings.
+    """(dry run, options for `parse_config`) of a command line that names a file of settings.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It names none, or two.
     """
+    from ..cli_options import named_file, take_option
+
     rest = [argument for argument in argv if argument not in ("--dry-run", "--dry_run")]
     dry = len(rest) != len(argv)
-    if "--config" in rest:
-        return dry, rest
-    if not rest or rest[0].startswith("-"):
+    rest = named_file(rest)
+    if take_option(rest, "--config")[1] is None:
         raise ConfigError(
             f"divopd {command} needs a file of settings: divopd {command} CONFIG.yaml [--NAME VALUE ...]"
         )
-    return dry, ["--config", rest[0], *rest[1:]]
+    return dry, rest
 
 
 class View:

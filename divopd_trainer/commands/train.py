@@ -13,7 +13,7 @@ from divopd_gym.errors import ConfigError, DivOPDError
 
 __all__ = ["main", "settings_help"]
 
-_USAGE = """usage: divopd train [--check [--strict] [--gpu_gb N]] [--config FILE.yaml [--profile NAME]] [--NAME VALUE ...]
+_USAGE = """usage: divopd train [--check [--strict] [--gpu_gb N]] [FILE.yaml [--profile NAME]] [--NAME VALUE ...]
 
 Distil a student from a frozen teacher, asynchronously: an explorer plays episodes and has them scored while the
 learner trains. Settings come from the YAML file; the command line wins. Ctrl-C ends the run with a checkpoint, and
@@ -71,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(argv: Sequence[str]) -> int:
     from ..check import check
-    from ..config_files import parse_config, take_option
+    from ..cli_options import take_option
+    from ..config_files import parse_config
 
     strict = "--strict" in argv
     rest, gpu_gb = take_option([a for a in argv if a not in ("--check", "--strict")], "--gpu_gb")

@@ -130,6 +130,7 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     values = parse(["--config", str(path), "--noise", "0.1"])
     assert (values["episodes"], values["noise"], values["warm"]) == (3, 0.1, True)
     assert values["env_kwargs"] == {"family": "small"}
+    assert parse([str(path), "--noise", "0.1"]) == values
 
 
 def test_unknown_keys_of_a_file_name_the_closest_known(tmp_path):

@@ -116,6 +116,31 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert c.env_kwargs == {"size": "tiny"}
 
 
+def test_the_file_of_settings_may_be_the_first_word(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"updates": 9, "run_dir": str(tmp_path / "r")}))
+    assert parse_config([str(path), "--learning_rate", "1e-3"]).updates == 9
+    assert parse_config([f"--config={path}"]).updates == 9
+    for both in ([str(path), "--config", "other.yaml"], [str(path), "--config=other.yaml"]):
+        with pytest.raises(ConfigError, match=r"c\.yaml and other\.yaml"):
+            parse_config(both)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--updates", "abc"], "--updates: invalid int value: 'abc'"),
+        (["--updates"], "--updates: expected one argument"),
+        (["--updates", "3", "run.yaml"], "run.yaml. The file of settings is the first word"),
+        (["--divergence", "none_such"], "--divergence: invalid choice"),
+    ],
+)
+def test_a_bad_command_line_is_told_in_a_line_without_the_usage_of_every_option(argv, message, capsys):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(argv)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_yaml_numbers_that_are_read_as_text_become_numbers(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(f"learning_rate: 2e-6\nrun_dir: {tmp_path / 'r'}\n")

@@ -235,6 +235,7 @@ def test_the_file_of_settings_comes_first():
         True,
         ["--config", "a.yaml", "--updates", "3"],
     )
+    assert split(["--config=a.yaml"]) == (False, ["--config=a.yaml"])
     with pytest.raises(ConfigError, match="CONFIG"):
         split(["--updates", "3"])
 
