@@ -22,3 +22,11 @@ def serve(monkeypatch):
     for fake in started:
         if fake.alive:
             fake.stop()
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    """Directory of a tiny student with its tokenizer."""
+    from learner_fakes import save_student
+
+    return save_student(tmp_path_factory.mktemp("student"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from learner_fakes import config, save_student
+from learner_fakes import config
 
 from divopd_gym.errors import ConfigError
 from divopd_trainer.check import check, count_tasks
@@ -16,11 +16,6 @@ from divopd_trainer.estimates import Assumptions, estimate_tokens, evaluations, 
 from divopd_trainer.model_shapes import KNOWN_SHAPES, find_shape
 
 GB = 1e9
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory):
-    return save_student(tmp_path_factory.mktemp("student"))
 
 
 @pytest.fixture

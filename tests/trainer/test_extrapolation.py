@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_fakes import FakeExplorer, config, random_rollout, save_student
+from learner_fakes import FakeExplorer, config, random_rollout
 
 from divopd_gym.errors import ConfigError
 from divopd_trainer.engines.weights import read_policy
@@ -12,11 +12,6 @@ from divopd_trainer.explorer.messages import EvalDone, ExplorerDied
 from divopd_trainer.extrapolation import best_factor
 from divopd_trainer.metrics_log import read_metrics
 from divopd_trainer.trainer import DivOPDTrainer
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory):
-    return save_student(tmp_path_factory.mktemp("student"))
 
 
 class Judge(FakeExplorer):

@@ -4,7 +4,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from learner_fakes import random_rollout, save_student
+from learner_fakes import random_rollout
 from run_fakes import fake_run
 
 from divopd_gym.errors import ConfigError
@@ -22,11 +22,6 @@ from divopd_trainer.replay import Variant, load_stream
 from divopd_trainer.turns import score_turn
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory):
-    return save_student(tmp_path_factory.mktemp("student"))
 
 
 @pytest.fixture(scope="module")

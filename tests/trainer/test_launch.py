@@ -323,7 +323,8 @@ def stop(*a):
     print("checkpoint written", flush=True); sys.exit(130)
 signal.signal(signal.SIGINT, stop)
 print("training", flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.1)  # a signal just before a long sleep would be heard at its end
 """
 
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from learner_fakes import save_student
 from ports import free_port
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -57,11 +56,6 @@ def ranks(student, folder, world, *, sharded=False, during=lambda processes: Non
             process.kill()
     assert [process.returncode for process in processes] == [0] * world, "\n".join(outputs)
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(world)]
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory):
-    return save_student(tmp_path_factory.mktemp("student"))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fake_vllm import FakeSync
-from learner_fakes import config, save_student
+from learner_fakes import config
 from transformers import AutoTokenizer
 
 from divopd_gym.errors import ConfigError
@@ -15,11 +15,6 @@ from divopd_trainer.engines.http import Server
 from divopd_trainer.engines.server_checks import check_servers, check_student_server, check_teacher_server
 from divopd_trainer.explorer.engines import build_engines
 from divopd_trainer.startup import check_run, check_vllm, explorer_config
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory):
-    return save_student(tmp_path_factory.mktemp("student"))
 
 
 @pytest.fixture(scope="module")

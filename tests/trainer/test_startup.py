@@ -11,11 +11,6 @@ from divopd_gym.errors import ConfigError, DataNotFoundError
 from divopd_trainer.startup import check_environment, check_models, check_run, explorer_config
 
 
-@pytest.fixture(scope="module")
-def student(tmp_path_factory):
-    return save_student(tmp_path_factory.mktemp("student"))
-
-
 @pytest.fixture
 def make(tmp_path, student, monkeypatch):
     here = str(Path(__file__).parent)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_fakes import FakeExplorer, config, random_rollout, save_student
+from learner_fakes import FakeExplorer, config, random_rollout
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,11 +63,6 @@ class ScriptedServer:
 
     def bodies(self, path):
         return [body for where, body in self.calls if where == path]
-
-
-@pytest.fixture(scope="module")
-def student(tmp_path_factory):
-    return save_student(tmp_path_factory.mktemp("student"))
 
 
 @pytest.fixture(scope="module")
