@@ -333,6 +333,7 @@ class RunSession:
                 "collator": self.collator.state_dict(),
                 "skipped_updates": self.trainer.skipped_updates,
                 "lost_evaluations": self.lost_evaluations,
+                "open_evaluations": sorted(item["update"] for item in self._evaluations.values()),
             },
         )
 
@@ -365,6 +366,11 @@ class RunSession:
             self.lost_evaluations = state.counters["lost_evaluations"]
             evaluations = read_metrics(self.trainer.run_dir.path, ["eval"])
             self._done_evaluations = {e["update"] for e in evaluations if e["update"] <= state.update}
+            # That of the update itself is asked for again; the weights of earlier ones are gone.
+            left = {*state.counters.get("open_evaluations", ())} - self._done_evaluations - {state.update}
+            self.lost_evaluations += len(left)
+            for update in sorted(left):
+                self.progress.note(f"The evaluation of update {update} is lost: the run ended before it did.")
             self.writer.resume(
                 update=state.update,
                 policy_version=state.policy_version,

@@ -242,6 +242,35 @@ def test_evaluations_that_fall_behind_keep_no_more_than_a_few_policies(tmp_path,
     assert trainer.session.lost_evaluations == 9
 
 
+def test_an_evaluation_that_a_killed_run_had_not_finished_is_made_up_for_or_counted_as_lost(
+    tmp_path, student
+):
+    class Silent(FakeExplorer):
+        def evaluated(self, message):
+            asked.append(message.version)
+
+    asked, notes = [], []
+
+    def go(**more):
+        trainer = build(
+            tmp_path, student, explorer=lambda s, p: Silent(random_rollout, state=s), eval_every=1, save_every=1,
+            keep_checkpoints=9, eval_timeout_s=0.01, **more,
+        )  # fmt: skip
+        trainer.session.progress.note = notes.append
+        asked.clear()
+        trainer.train()
+        return trainer.session
+
+    go(updates=4)
+    assert asked == [1, 2, 3]
+    session = go(updates=3, resume_from_checkpoint=str(tmp_path / "run" / "checkpoints" / "checkpoint-2"))
+    # The weights of update 2 are the checkpoint's own.
+    assert asked == [2]
+    # That of update 1, and that of update 2, which does not end here either.
+    assert session.lost_evaluations == 2
+    assert sum("update 1 is lost: the run ended before it did" in note for note in notes) == 1
+
+
 def test_an_update_that_fails_leaves_a_checkpoint_that_says_what_is_lost(tmp_path, student):
     notes = []
     trainer = build(tmp_path, student, explorer=lambda s, p: FakeExplorer(random_rollout, state=s), updates=3)

@@ -318,7 +318,7 @@ def test_an_error_of_the_sending_side_is_told_at_once_with_its_cause(server, tmp
     began = time.monotonic()
     with pytest.raises(ServerUnavailable, match="no room for weights.*must be started anew"):
         play([server], lambda student: student.load_weights(policy(tmp_path, 1), 1))
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60  # a transfer has minutes
     assert all(group.aborted for group in NCCLServer.groups.values())
 
 
