@@ -13,7 +13,7 @@ from typing import Any
 
 from divopd_gym.errors import ConfigError
 
-from ..cli_options import Parser, check_names, console, mapping, read_yaml, whole_number
+from ..cli_options import Parser, check_names, console, mapping, named_file, read_yaml, whole_number
 
 __all__ = ["main"]
 
@@ -52,7 +52,7 @@ def _parser() -> Parser:
     parser = Parser(
         "eval",
         "Play every task of a split exactly once and tell the strict success rate with its 95 % interval.\n"
-        "--config takes a file of these options or one of `divopd train`; --run takes a run's settings and student.",
+        "FILE.yaml (or --config FILE.yaml) holds these options or is one of `divopd train`; --run takes a run's settings and student.",
     )
     count = whole_number(1)
     add = parser.add_argument
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 def _options(argv: Sequence[str]) -> dict[str, Any]:
     """Command line over file over defaults; files of `divopd train` are understood too."""
     parser = _parser()
-    values = vars(parser.parse_args(list(argv)))
+    values = vars(parser.parse_args(named_file(argv)))
     own = {name: value for name, value in values.items() if value is not None}
     if own.get("policy") == "student" and not any(a.startswith("--policy") for a in argv):
         del own["policy"]

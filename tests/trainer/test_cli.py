@@ -133,6 +133,13 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert parse([str(path), "--noise", "0.1"]) == values
 
 
+@pytest.mark.parametrize("command", ["train", "launch", "compare", "eval", "expert", "sft"])
+def test_the_first_word_is_the_file_of_settings(command, tmp_path, capsys):
+    for words in (["missing.yaml"], ["--config", "missing.yaml"]):
+        code, _, err = run([command, *words], capsys)
+        assert code == 2 and "no configuration file missing.yaml" in " ".join(err.split()), err
+
+
 def test_unknown_keys_of_a_file_name_the_closest_known(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("episode: 3\n")
@@ -298,7 +305,7 @@ def test_eval_understands_the_settings_of_a_run(tmp_path, capsys):
     )  # fmt: skip
     path.write_text(yaml.safe_dump(settings))
     out_file = tmp_path / "e.json"
-    argv = ["eval", "--config", str(path), "--policy", "teacher", "--out", str(out_file)]
+    argv = ["eval", str(path), "--policy", "teacher", "--out", str(out_file)]
     code, _, err = run(argv, capsys)
     assert code == 0, err
     result = json.loads(out_file.read_text())
