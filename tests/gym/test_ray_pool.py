@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pool_fakes import FAKE, episode, gone, until
 
 from divopd_gym.errors import ConfigError, PoolError, WorkerDied, WorkerTimeout
 from divopd_gym.pool import EnvError
@@ -29,16 +30,8 @@ if HAS_RAY:
     from divopd_gym.ray_pool import RayEnvPool
     from divopd_gym.ray_worker import NoRoom
 
-FAKE = "pool_envs:fakes/Pool-v0"
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE), str(HERE.parents[1])])
-
-
-def gone(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 class Nodes:
@@ -101,23 +94,6 @@ def all_gone(pids):
 
 def run(work, deadline_s=100):
     return asyncio.run(asyncio.wait_for(work, deadline_s))
-
-
-async def until(condition, deadline_s=60):
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        await asyncio.sleep(0.05)
-
-
-async def episode(env, task, action="x"):
-    heard = [(await env.reset(task, seed=1))[0]]
-    over = False
-    while not over:
-        observation, reward, terminated, truncated, _ = await env.step(action)
-        heard.append((observation, reward))
-        over = terminated or truncated
-    return heard
 
 
 def test_episodes_experts_calls_and_errors_are_those_of_a_pool_of_processes(nodes):
@@ -216,7 +192,7 @@ def test_idle_environments_of_a_lost_node_are_noticed_and_without_any_node_the_p
         options |= {"watch_s": 0.2, "room_timeout_s": 15.0}
         async with RayEnvPool(FAKE, {}, 2, address=nodes.address, **options) as pool:
             await asyncio.to_thread(nodes.lose)
-            await until(lambda: pool.counters["deaths"] == 2)
+            await until(lambda: pool.counters["deaths"] == 2, 60)
             with pytest.raises(PoolError, match="is lost and none could be placed again.*add nodes"):
                 await pool.acquire(60)
 
