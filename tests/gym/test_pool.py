@@ -1,3 +1,5 @@
+"""Episodes in a pool: lending, time-outs, workers that die and are replaced, errors of environments."""
+
 import asyncio
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""The learner on TRL with an explorer that needs no process: exactness, one update a batch, records, resume."""
+"""The learner on TRL with an explorer that needs no process: exactness, one update a batch, records, ranks."""
 
 import functools
 import json
